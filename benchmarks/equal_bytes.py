@@ -115,9 +115,9 @@ def _value(model: Any, policy: Policy, what: str, kind: KVDtype | None, times: i
 
 def _texts(documents: int) -> tuple[Any, Ask]:
     """Return the model, and a function for its mean loss in each held-out document, in nats."""
-    subject = load(None)
-    encoded = subject.encode(corpus.read(corpus.held_out_files()))
-    texts = corpus.documents(encoded, documents, LENGTH[PERPLEXITY], subject.bos)
+    loaded = load(None)
+    encoded = loaded.encode(corpus.read(corpus.held_out_files()))
+    texts = corpus.documents(encoded, documents, LENGTH[PERPLEXITY], loaded.bos)
     batch = ScoringBatch.of([text[:1] for text in texts], [text[1:] for text in texts], torch.device("cpu"))
 
     def ask(model: Any) -> list[float]:
@@ -126,23 +126,23 @@ def _texts(documents: int) -> tuple[Any, Ask]:
         )
         return losses
 
-    return subject.model, ask
+    return loaded.model, ask
 
 
 def _pairs(documents: int) -> tuple[Any, Ask]:
     """Return the recalling model, and a function for the share of recalled words in each text."""
-    subject = load_memory()
-    planted = planted_in(subject, documents, LENGTH[RECALL])
+    loaded = load_memory()
+    planted = planted_in(loaded, documents, LENGTH[RECALL])
 
     def ask(model: Any) -> list[float]:
-        caller = ModelCall.of(model)
-        cache = read(caller, planted.text, int)
+        model_call = ModelCall.of(model)
+        cache = read(model_call, planted.text, int)
         numbers = range(len(planted.distances))
-        words = [right_words(caller, planted, number, copy.deepcopy(cache)) for number in numbers]
+        words = [right_words(model_call, planted, number, copy.deepcopy(cache)) for number in numbers]
         found: list[float] = torch.stack(words).float().mean((0, 2)).tolist()
         return found
 
-    return subject.model, ask
+    return loaded.model, ask
 
 
 @dataclasses.dataclass(frozen=True)

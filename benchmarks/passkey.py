@@ -41,33 +41,33 @@ def measure(settings: Settings) -> list[Row]:
 @torch.inference_mode()
 def rows(policies: Sequence[str], trials: int = TRIALS, length: int = LENGTH, budget: int = BUDGET) -> list[Row]:
     """Return the share of right values for every policy, way of asking and depth."""
-    subject, found = load_memory(), []
-    planted = [planted_at(subject, depth, trials, length) for depth in DEPTHS]
-    ask = functools.partial(accuracies, ModelCall.of(subject.model), planted)
-    for name, outcome in outcomes("passkey", policies, piece_count(planted[0].text), subject.model, budget, ask):
+    loaded, found = load_memory(), []
+    planted = [planted_at(loaded, depth, trials, length) for depth in DEPTHS]
+    ask = functools.partial(accuracies, ModelCall.of(loaded.model), planted)
+    for name, outcome in outcomes("passkey", policies, piece_count(planted[0].text), loaded.model, budget, ask):
         found += _rows(name, outcome)
     return found
 
 
-def planted_at(subject: LoadedModel, depth: float, trials: int, length: int) -> PlantedPairs:
+def planted_at(loaded: LoadedModel, depth: float, trials: int, length: int) -> PlantedPairs:
     """Return repeated sentences with one pair in them, at a share of the text before the question."""
-    sentences = torch.tensor(subject.encode([NOISE])[0])
+    sentences = torch.tensor(loaded.encode([NOISE])[0])
     documents = sentences.repeat(length // len(sentences) + 1)[:length].repeat(trials, 1)
-    documents[:, 0] = subject.bos
+    documents[:, 0] = loaded.bos
     behind = length - 1 - TIMES * LINE
     distance = behind - round(depth * behind)
-    return plant(documents, PairVocabulary.of(subject.tokenizer), (distance,), VALUE, SEED, TIMES)
+    return plant(documents, PairVocabulary.of(loaded.tokenizer), (distance,), VALUE, SEED, TIMES)
 
 
-def accuracies(caller: ModelCall, planted: Sequence[PlantedPairs], tick: Any) -> dict[str, list[float]]:
+def accuracies(model_call: ModelCall, planted: Sequence[PlantedPairs], tick: Any) -> dict[str, list[float]]:
     """Return accuracies by way of asking and depth; the texts of all depths are rows of one batch."""
     text, asked, answer = (
         torch.cat(parts)
         for parts in zip(*[(each.text, each.question(0), each.answer(0)) for each in planted], strict=True)
     )
-    later = likeliest(caller, torch.cat([asked, answer[:, :-1]], 1), read(caller, text, tick))[:, 1:]
-    prompt = model_access.call_model(caller.call, torch.cat([text, asked], 1), logits_to_keep=1)
-    rest = likeliest(caller, answer[:, :-1], model_access.cache_of_output(prompt))
+    later = likeliest(model_call, torch.cat([asked, answer[:, :-1]], 1), read(model_call, text, tick))[:, 1:]
+    prompt = model_access.call_model(model_call.call, torch.cat([text, asked], 1), logits_to_keep=1)
+    rest = likeliest(model_call, answer[:, :-1], model_access.cache_of_output(prompt))
     at_once = torch.cat([prompt.logits[:, -1:].argmax(-1), rest], 1)
     return {LATER: _shares(later, answer, len(planted)), AT_ONCE: _shares(at_once, answer, len(planted))}
 

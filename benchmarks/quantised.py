@@ -77,10 +77,10 @@ def asked(policy: str, budget: int) -> list[tuple[KVDtype | None, int]]:
 
 def quality(given: argparse.Namespace) -> None:
     """Print a line for every policy as soon as it is measured."""
-    subject = load(None)
-    texts = subject.encode(corpus.read(corpus.held_out_files()))
-    made = torch.tensor(corpus.documents(texts, given.documents, given.length, subject.bos))
-    documents, budget = Documents(subject.model, made, given.prompt), given.budget
+    loaded = load(None)
+    texts = loaded.encode(corpus.read(corpus.held_out_files()))
+    made = torch.tensor(corpus.documents(texts, given.documents, given.length, loaded.bos))
+    documents, budget = Documents(loaded.model, made, given.prompt), given.budget
     header = ["policy", f"plain, {budget}", *(f"{kind}, {budget}" for kind in KV_DTYPES)]
     header += [f"{kind}, {times * budget}" for kind, times in TIMES.items()]
     _print_line(header)
@@ -162,23 +162,23 @@ def peers(given: argparse.Namespace) -> None:
     Two of the peers are separate packages: `pip install optimum-quanto hqq termcolor`. hqq imports termcolor without
     requiring it; without termcolor, transformers cannot import hqq's caches.
     """
-    subject = load(None)
-    texts = subject.encode(corpus.read(corpus.held_out_files()))
-    ids = torch.tensor(corpus.documents(texts, given.documents, given.prompt + given.steps, subject.bos))
-    exact = _logits(subject.model, ids, given.prompt, transformers.DynamicCache())
+    loaded = load(None)
+    texts = loaded.encode(corpus.read(corpus.held_out_files()))
+    ids = torch.tensor(corpus.documents(texts, given.documents, given.prompt + given.steps, loaded.bos))
+    exact = _logits(loaded.model, ids, given.prompt, transformers.DynamicCache())
     _print_line(["cache", "logits off by", "the likeliest word is another"])
     _print_line(["---", "---:", "---:"])
     for name, settings in PEERS.items():
         try:
-            held = transformers.QuantizedCache(config=subject.model.config, **settings)
+            held = transformers.QuantizedCache(config=loaded.model.config, **settings)
         except ImportError as error:
             _print_line([name, f"{str(error).splitlines()[0]} (pip install optimum-quanto hqq termcolor)", ""])
             continue
-        _print_line([name, *_off(_logits(subject.model, ids, given.prompt, held), exact)])
+        _print_line([name, *_off(_logits(loaded.model, ids, given.prompt, held), exact)])
     for kind in KV_DTYPES:
         torch._dynamo.reset()
         chosen = kvpass.backend("full", budget=ids.shape[1], kv_dtype=kind, inner="eager")
-        found = _logits(torch.compile(subject.model, backend=chosen), ids, given.prompt, None)
+        found = _logits(torch.compile(loaded.model, backend=chosen), ids, given.prompt, None)
         _print_line([f"kvpass, {kind}", *_off(found, exact)])
 
 

@@ -69,10 +69,10 @@ def measure(settings: Settings) -> list[Row]:
 @torch.inference_mode()
 def rows(policies: Sequence[str], documents: int = DOCUMENTS, length: int = LENGTH, budget: int = BUDGET) -> list[Row]:
     """Return the share of recalled words for every policy, way of asking and distance."""
-    subject, found = load_memory(), []
-    planted = planted_in(subject, documents, length)
-    ask = functools.partial(asked, ModelCall.of(subject.model), planted, turns=TURNS)
-    for name, outcome in outcomes("recall", policies, piece_count(planted.text), subject.model, budget, ask):
+    loaded, found = load_memory(), []
+    planted = planted_in(loaded, documents, length)
+    ask = functools.partial(asked, ModelCall.of(loaded.model), planted, turns=TURNS)
+    for name, outcome in outcomes("recall", policies, piece_count(planted.text), loaded.model, budget, ask):
         found += _rows(name, outcome)
     return found
 
@@ -93,26 +93,26 @@ def outcomes(
             yield name, with_policy(model, name, slots, "eager", lambda: ask(tick=bar.update))
 
 
-def asked(caller: ModelCall, planted: PlantedPairs, tick: Callable[[], object], turns: int) -> RecallOutcome:
+def asked(model_call: ModelCall, planted: PlantedPairs, tick: Callable[[], object], turns: int) -> RecallOutcome:
     """Ask a model, compiled or not, about every pair.
 
     Args:
         tick: function to call after every piece of the text.
         turns: number of prompts of the texts, each with one question at its end.
     """
-    numbers, cache = range(len(planted.distances)), read(caller, planted.text, tick)
-    later = [share_of_right_words(caller, planted, number, copy.deepcopy(cache)) for number in numbers]
-    return RecallOutcome(planted.distances, tuple(later), right_at_once(caller, planted, turns))
+    numbers, cache = range(len(planted.distances)), read(model_call, planted.text, tick)
+    later = [share_of_right_words(model_call, planted, number, copy.deepcopy(cache)) for number in numbers]
+    return RecallOutcome(planted.distances, tuple(later), right_at_once(model_call, planted, turns))
 
 
 @torch.no_grad()
-def read(caller: ModelCall, text: Tensor, tick: Callable[[], object]) -> Any:
+def read(model_call: ModelCall, text: Tensor, tick: Callable[[], object]) -> Any:
     """Return the cache after text int64 [B, T], fed in pieces of one length; a shorter prompt precedes them."""
     first = text[:, : text.shape[1] - piece_count(text) * PIECE]
-    dynamo.mark_growing(first, 1)  # prompts with a question are longer
-    cache = model_access.cache_of_output(model_access.call_model(caller.call, first))
+    dynamo.mark_dynamic_dim(first, 1)  # prompts with a question are longer
+    cache = model_access.cache_of_output(model_access.call_model(model_call.call, first))
     for start in range(first.shape[1], text.shape[1], PIECE):
-        out = model_access.call_model(caller.call, text[:, start : start + PIECE], cache)
+        out = model_access.call_model(model_call.call, text[:, start : start + PIECE], cache)
         cache = model_access.cache_of_output(out)
         tick()
     return cache
@@ -123,37 +123,37 @@ def piece_count(text: Tensor) -> int:
     return (text.shape[1] - PROMPT) // PIECE
 
 
-def share_of_right_words(caller: ModelCall, planted: PlantedPairs, number: int, cache: Any) -> float:
+def share_of_right_words(model_call: ModelCall, planted: PlantedPairs, number: int, cache: Any) -> float:
     """Return the share of a value's words that follow its key, each after the right ones before it."""
-    return right_words(caller, planted, number, cache).float().mean().item()
+    return right_words(model_call, planted, number, cache).float().mean().item()
 
 
-def right_at_once(caller: ModelCall, planted: PlantedPairs, turns: int) -> tuple[float, ...]:
+def right_at_once(model_call: ModelCall, planted: PlantedPairs, turns: int) -> tuple[float, ...]:
     """Return the share of a value's words but the first, by distance, when a question ends the prompt."""
     rows, count = len(planted.text), len(planted.distances)
     shares: list[list[float]] = [[] for _ in range(count)]
     for turn in range(max(turns, count - rows + 1)):  # so that some row is asked about every distance
         numbers = [(row + turn) % count for row in range(rows)]
-        for number, share in zip(numbers, _right_in_turn(caller, planted, torch.tensor(numbers)), strict=True):
+        for number, share in zip(numbers, _right_in_turn(model_call, planted, torch.tensor(numbers)), strict=True):
             shares[number].append(share)
     return tuple(sum(each) / len(each) for each in shares)
 
 
-def _right_in_turn(caller: ModelCall, planted: PlantedPairs, numbers: Tensor) -> list[float]:
+def _right_in_turn(model_call: ModelCall, planted: PlantedPairs, numbers: Tensor) -> list[float]:
     """Return each row's share of right words if the prompt ends with the question of that number."""
     lines = planted.pairs[torch.arange(len(numbers)), numbers]  # [B, 3 + V]
     question, answer = lines[:, :2], lines[:, 2:-1]
     prompt = torch.cat([planted.text, question], 1)
-    cache = model_access.cache_of_output(model_access.call_model(caller.call, prompt, logits_to_keep=1))
-    found: list[float] = (likeliest(caller, answer[:, :-1], cache) == answer[:, 1:]).float().mean(1).tolist()
+    cache = model_access.cache_of_output(model_access.call_model(model_call.call, prompt, logits_to_keep=1))
+    found: list[float] = (likeliest(model_call, answer[:, :-1], cache) == answer[:, 1:]).float().mean(1).tolist()
     return found
 
 
-def planted_in(subject: LoadedModel, documents: int, length: int) -> PlantedPairs:
+def planted_in(loaded: LoadedModel, documents: int, length: int) -> PlantedPairs:
     """Return held-out texts with a pair at each distance."""
-    text = subject.encode(corpus.read(corpus.held_out_files()))
-    tokens = torch.tensor([token for part in text for token in (subject.bos, *part)])
-    return plant_pairs(tokens, subject.bos, PairVocabulary.of(subject.tokenizer), length, DISTANCES, documents, SEED)
+    text = loaded.encode(corpus.read(corpus.held_out_files()))
+    tokens = torch.tensor([token for part in text for token in (loaded.bos, *part)])
+    return plant_pairs(tokens, loaded.bos, PairVocabulary.of(loaded.tokenizer), length, DISTANCES, documents, SEED)
 
 
 def _rows(name: str, outcome: RecallOutcome | KVPassError) -> Iterator[Row]:

@@ -141,11 +141,11 @@ def main() -> None:
         print(json.dumps(asyncio.run(all_at_once(*json.load(sys.stdin)))))
         return
     torch.set_num_threads(given.threads)
-    subject = models.load(NAME, torch.bfloat16)
+    loaded = models.load(NAME, torch.bfloat16)
     how: dict[str, Any] = dict(budget=given.budget, read_interval=given.read_interval, prefill_chunk=512)
-    loop = TimedLoop(subject.model, "h2o", rows=given.rows, **how)
+    loop = TimedLoop(loaded.model, "h2o", rows=given.rows, **how)
     loop.steps = []
-    service = Service(subject, NAME, loop, given.rows, ServeSettings())
+    service = Service(loaded, NAME, loop, given.rows, ServeSettings())
     server = uvicorn.Server(uvicorn.Config(create_app(service), port=0, log_level="warning", lifespan="on"))
     thread = threading.Thread(target=server.run)
     thread.start()

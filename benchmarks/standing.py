@@ -46,14 +46,14 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {"sum": total, "mean": mean, f"l
 @torch.no_grad()
 def rows(texts: int = TEXTS, length: int = LENGTH) -> list[Row]:
     """Return the share of tokens that score higher than a planted word, in the best head, by distance."""
-    subject = load_memory()
-    planted = planted_in(subject, texts, length)
-    subject.model.set_attn_implementation("eager")
-    before = _attention(subject.model, planted.text)
+    loaded = load_memory()
+    planted = planted_in(loaded, texts, length)
+    loaded.model.set_attn_implementation("eager")
+    before = _attention(loaded.model, planted.text)
     found: dict[tuple[str, str], Row] = {}
     for number, distance in enumerate(planted.distances):
         asked = torch.cat([planted.text, planted.question(number)], 1)
-        for way, attention in ((LATER, before), (AT_ONCE, _attention(subject.model, asked))):
+        for way, attention in ((LATER, before), (AT_ONCE, _attention(loaded.model, asked))):
             for name, score in SCORES.items():
                 row = found.setdefault((way, name), {"asked": way, "score": name})
                 row[str(distance)] = _above([score(layer) for layer in attention], planted, number)

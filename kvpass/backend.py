@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from kvpass import policies, versions
 from kvpass.arguments import Natural, check_arguments, require
-from kvpass.cache.handle import Handle, Row, refuse_row_operation
+from kvpass.cache.handle import DetachedRow, Handle, refuse_row_operation
 from kvpass.capture import decomposed_attention, origins, rotary
 from kvpass.capture.cache_search import Verdict
 from kvpass.capture.canonical import AttentionSite
@@ -29,7 +29,7 @@ from kvpass.runtime.backend_base import BackendBase, Inner, Positions
 from kvpass.runtime.in_place import compile_in_place
 from kvpass.runtime.outside_keys import GrowthCheck
 from kvpass.runtime.prompts import PromptRunner
-from kvpass.runtime.recorder import AttentionReport, configure_logs, note_program
+from kvpass.runtime.recorder import AttentionReport, configure_logs, log_graph
 from kvpass.runtime.steps import StepRunner
 from kvpass.torch_private import dynamo, inductor, regions
 from kvpass.user_budget import Budget, check_user_budget
@@ -95,15 +95,15 @@ class Backend(BackendBase):
         return dataclasses.replace(self, mode=self.mode or mode, options=tuple(sorted(merged.items())))
 
     def _compile(self, dynamo_gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        carried = any(isinstance(example, Handle) for example in examples)
-        if any(isinstance(example, Row) for example in examples):
+        is_step = any(isinstance(example, Handle) for example in examples)
+        if any(isinstance(example, DetachedRow) for example in examples):
             refuse_row_operation("attention")
         copy = regions.inline_regions(dynamo_gm)
         check: GrowthCheck | None = None
         try:
             runner, check = self._runner(copy, examples)
         except UnreadableGraph as failure:
-            if self._refuses or carried:
+            if self._refuses or is_step:
                 raise
             warnings.warn(
                 f"kvpass leaves a graph as it was, and its caches grow: {failure}", KVPassWarning, stacklevel=2
@@ -124,13 +124,13 @@ class Backend(BackendBase):
         with walk.converting_errors(node for node in dynamo_gm.graph.nodes if decomposed_attention.is_boundary(node)):
             if any(decomposed_attention.is_boundary(node) for node in dynamo_gm.graph.nodes):
                 shapes.fix_floats(dynamo_gm.graph)
-            carried = [isinstance(example, Handle) for example in examples]
-            note_program("dynamo's graph", dynamo_gm.graph, self.recorder)
-            captured = capture(dynamo_gm, carried)
-            self._record(captured, any(carried))
+            are_handles = [isinstance(example, Handle) for example in examples]
+            log_graph("dynamo's graph", dynamo_gm.graph, self.recorder)
+            captured = capture(dynamo_gm, are_handles)
+            self._record(captured, any(are_handles))
             if captured.sites:
-                note_program("canonical", captured.canonical_gm.graph, self.recorder)
-            if self._left_alone(captured.refusals, any(carried)):
+                log_graph("canonical", captured.canonical_gm.graph, self.recorder)
+            if self._left_alone(captured.refusals, any(are_handles)):
                 return None, None
             outside = [each for verdict in captured.verdicts for each in verdict.outside]
             check = GrowthCheck(dynamo_gm.graph, outside, self.strict)
@@ -139,14 +139,14 @@ class Backend(BackendBase):
             self._check_inference(captured.sites, examples)
             known = with_head_sharding(captured.sites, self.policy)
             captured = dataclasses.replace(captured, sites=known)
-            if any(carried):
+            if any(are_handles):
                 return StepRunner(self, captured), check
-            return PromptRunner.of(self, captured, examples, self._stores_raw_keys(captured)), check
+            return PromptRunner.of(self, captured, examples, self._stores_unrotated_keys(captured)), check
 
-    def _record(self, captured: Capture, carried: bool) -> None:
+    def _record(self, captured: Capture, is_step: bool) -> None:
         if self.recorder is None:
             return
-        self.recorder.graphs.append("prompt" if captured.sites and not carried else "step" if carried else "no cache")
+        self.recorder.graphs.append("prompt" if captured.sites and not is_step else "step" if is_step else "no cache")
         for verdict in captured.verdicts:
             outcome = "rewritten" if verdict.reading else "refused" if verdict.refusal else "left alone"
             other = origins.DOES_NOT_GROW if verdict.cross_cache else "it updates no cache"
@@ -154,7 +154,7 @@ class Backend(BackendBase):
             where = (len(self.recorder.graphs), walk.module_of(verdict.node), walk.source_line(verdict.node))
             self.recorder.sites.append(AttentionReport(*where, outcome, reason))
 
-    def _left_alone(self, refused: list[Verdict], carried: bool) -> bool:
+    def _left_alone(self, refused: list[Verdict], is_step: bool) -> bool:
         """Return whether a graph stays unchanged, with a warning, or raise an error for refused cache updates.
 
         The graph is never rewritten in part, because a graph in which one cache grows cannot be static.
@@ -163,7 +163,7 @@ class Backend(BackendBase):
             return False
         lines = "\n".join(f"  {walk.source_line(f.node)}\n    {f.refusal}" for f in refused)
         message = f"{len(refused)} cache-updating operation(s) cannot be rewritten:\n{lines}"
-        if carried:
+        if is_step:
             raise UnsupportedGraph(f"{message}\nThe cache was rewritten before, so the graph cannot be left as it was.")
         if self._refuses:
             raise UnsupportedGraph(f"{message}\nPass strict=False to leave such graphs as they are.")
@@ -189,7 +189,7 @@ class Backend(BackendBase):
         if self.inner == "inductor" and weight is not None and weight.device.type == "cpu":
             attention_tiles.start_builds(weight.dtype)
 
-    def _stores_raw_keys(self, captured: Capture) -> bool:
+    def _stores_unrotated_keys(self, captured: Capture) -> bool:
         """Return whether keys are stored before their rotary embedding, which must be found in every layer."""
         if not self.prefers_cache_positions:
             return False

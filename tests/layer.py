@@ -75,7 +75,7 @@ class LayerOnSlots:
         return rotary(keys, position, self.theta)
 
     def feed(self, tokens: CallTokens) -> Tensor:
-        policy, slots, ranked = self.layout.policy, self.slots, self.layout.stores_raw_keys
+        policy, slots, ranked = self.layout.policy, self.slots, self.layout.stores_unrotated_keys
         limits = tuple(self.limits) or (self.layout.budget,) * self.layout.batch
         budget = torch.tensor(limits)[:, None]
         call = CachedAttention(
@@ -143,7 +143,7 @@ class LayerOnReference:
         self.scale = layout.key_dim**-0.5
 
     def feed(self, tokens: CallTokens) -> Tensor:
-        layer, ranked = self.layer, self.layout.stores_raw_keys
+        layer, ranked = self.layer, self.layout.stores_unrotated_keys
         layer.evict_before_step(tokens.valid)
         none = torch.zeros(len(tokens.q), self.layout.metadata_heads, 0, dtype=torch.int64)
         position = layer.positions() if layer.length else none

@@ -25,7 +25,7 @@ from kvpass.cache.slots import FREE, NAMES, SlotSnapshot
 from kvpass.cache.step import with_mask
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.fx import walk
-from kvpass.fx.walk import value
+from kvpass.fx.walk import example_value
 from kvpass.lowering.formats import Sections
 from kvpass.policies import Policy
 from kvpass.policies.budgets import Plan
@@ -39,8 +39,8 @@ from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, replace_outputs, splice_point
 from kvpass.rewrite.pipeline import StepRewrite, new_columns, rewrite_step
-from kvpass.rewrite.rotary_slice import RotarySlice
-from kvpass.rewrite.step_graph import StepCall
+from kvpass.rewrite.rotary_subgraph import RotarySubgraph
+from kvpass.rewrite.step_graph import StepRewriteInput
 from kvpass.runtime.in_place import compile_in_place
 from kvpass.runtime.kv_store import KVStore
 from kvpass.runtime.padding_tracker import padding_from_columns
@@ -198,7 +198,7 @@ def attend_on_reference(step: StepContext) -> PassRecord:
     masks, replaced = Masks(step), dict[str, fx.Node]()
     for layer, site in enumerate(step.sites):
         key, new_value = (as_cached(step.graph, site, node) for node in (site.key, site.value))
-        stored_key = step.rotations.raw_keys[layer] if step.stores_raw_keys else key
+        stored_key = step.rotations.raw_keys[layer] if step.stores_unrotated_keys else key
         for site_call in site.attention_calls:
             replaced |= _replace(step, masks, layer, site_call, (key, stored_key, new_value))
     step.attention = AttentionResults(replaced, {}, [[] for _ in step.sites], masks.dropped_outputs)
@@ -214,16 +214,16 @@ def _replace(
     step: StepContext, masks: Masks, layer: int, site: AttentionSite, new: tuple[fx.Node, fx.Node, fx.Node]
 ) -> dict[str, fx.Node]:
     """Replace one attention call, see `replace_outputs`; `new` are the rotated key, the stored key, and the value."""
-    mask, _ = masks.of(site, layer)
-    rotary = step.rotations.slices[layer] if step.rotations.slices else None
+    mask, _ = masks.for_site(site, layer)
+    rotary = step.rotations.subgraphs[layer] if step.rotations.subgraphs else None
     computed = cut_computed_keys(step.step_gm, site, step.sizes, mask.key_features if mask else ())
     bound = {
         "mask": mask.nodes if mask else [],
         "angles": list(rotary.angles.bound) if rotary else [],
         "rotate": list(rotary.rotate.bound) if rotary else [],
-        "computed": list(computed.slice.bound) if computed else [],
+        "computed": list(computed.subgraph.bound) if computed else [],
     }
-    lse_has_dim = site.lse is not None and value(site.lse).ndim == 4
+    lse_has_dim = site.lse is not None and example_value(site.lse).ndim == 4
     call = _ReferenceCall(site, step.layouts[layer], mask, rotary, computed, site is step.sites[layer], lse_has_dim)
     arguments = (step.slot_inputs[layer][0], site.query, *new, step.inputs.valid(layer), bound, site.sink_logit)
     with step.graph.inserting_before(site.call):
@@ -260,7 +260,7 @@ class _ReferenceCall:
     site: AttentionSite
     layout: Layout
     mask: MaskOnSlots | None
-    rotary: RotarySlice | None
+    rotary: RotarySubgraph | None
     computed: ComputedKeys | None
     stores: bool
     lse_has_dim: bool
@@ -381,9 +381,9 @@ class ReferenceRewrite(StepRewrite):
         self, slots: list[Any], arguments: tuple[Any, ...], host_inputs: list[Any], seen: int
     ) -> list[Any]:
         for own, indices in zip(slots, self.padding, strict=True):
-            columns = [new_columns(arguments[index], seen, self.queries) for index in indices]
+            columns = [new_columns(arguments[index], seen, self.query_len) for index in indices]
             layout = own.layer.layout
-            own.layer.evict_before_step(~padding_from_columns(columns, layout.batch, self.queries, layout.device))
+            own.layer.evict_before_step(~padding_from_columns(columns, layout.batch, self.query_len, layout.device))
         return super().flat_arguments(slots, arguments, host_inputs, seen)
 
 
@@ -403,7 +403,7 @@ class ReferenceBackend(Backend):
     def has_dynamic_sizes(self, device: torch.device) -> bool:
         return False
 
-    def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
+    def rewrite(self, call: StepRewriteInput) -> tuple[StepContext, StepRewrite]:
         context, holders = StepContext(call), walk.placeholders(call.canonical_gm.graph)
         rewrite = rewrite_step(context, REFERENCE_PASSES, self.record_pass)
         fields = {field.name: getattr(rewrite, field.name) for field in dataclasses.fields(rewrite)}

@@ -311,7 +311,7 @@ ROWS = {row.name: row for row in TABLE}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes, options and seed of one layer: the arguments of `kvpass.simulate`."""
+    """SizeResolver, options and seed of one layer: the arguments of `kvpass.simulate`."""
 
     name: str
     options: dict[str, Any]

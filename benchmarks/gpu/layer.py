@@ -15,7 +15,7 @@ from kvpass.cache.cached_attention import CachedAttention, NewTokens
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import decode_step
-from kvpass.lowering.attend import Rope, RotaryPairs, Rotation, attend
+from kvpass.lowering.attend import Rope, RotaryPairs, RotateKeys, attend
 from kvpass.lowering.attention_statistics import StatisticsArguments, attention_statistics
 from kvpass.lowering.formats import EncodedVectors, KVDtype, Sections, format_of
 from kvpass.policies import resolve
@@ -68,7 +68,7 @@ def copy_bandwidth(bench: Bench) -> float:
     return 2 * source.nbytes / bench.seconds(lambda: into.copy_(source))
 
 
-def rotary(slots: int, like: Tensor) -> tuple[Rotation, Rope]:
+def rotary(slots: int, like: Tensor) -> tuple[RotateKeys, Rope]:
     """Return Llama's rotary embedding of slots in their order, plain and for the kernels, in the dtype of `like`."""
     kind: dict[str, Any] = dict(device=like.device, dtype=torch.float32)
     phase = torch.arange(slots, **kind)[:, None] * 1e4 ** -(torch.arange(0, DIM, 2, **kind) / DIM)

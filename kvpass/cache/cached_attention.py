@@ -28,7 +28,7 @@ class Mask(Protocol):
         """
 
 
-Rotate = Callable[[Sections, Tensor], list[Tensor]]
+RotateToRanks = Callable[[Sections, Tensor], list[Tensor]]
 """The model's own rotary embedding: keys [B, Hkv, N, D] at positions int64 [B, H', N], in sections of D."""
 
 ComputeKeys = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, list[Tensor]]]
@@ -60,7 +60,7 @@ class CachedAttention:
 
     scale: float
     mask: Mask | None = None
-    rotate: Rotate | None = None
+    rotate: RotateToRanks | None = None
     rope: Rope | None = None
     policy_weights: tuple[Tensor, ...] = ()
     cap: float | None = None

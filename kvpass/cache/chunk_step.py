@@ -47,11 +47,11 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
     if dtype == torch.float16 and bias is not None and (call.decomposed or bias.dtype != dtype):
         dtype = torch.float32  # half precision cannot hold the numbers that hide
     full_mask = _per_head(_combined_mask(mask, bias, dtype), query, keys, layout.heads)
-    spec = chunk_spec(layout, call.scale, call.cap, query, keys, full_mask, call.sink_logit)
+    operands = chunk_operands(layout, call.scale, call.cap, query, keys, full_mask, call.sink_logit)
     policy_bias = policy.bias(tokens, query.shape[1] // layout.heads)
     lse, computed = None, None
     if policy_bias is None and _by_library(call) and fuses_attention(policy, query, keys, values, masked=True):
-        output, *computed = statistics(policy, spec, valid, tokens.budget, values)
+        output, *computed = statistics(policy, operands, valid, tokens.budget, values)
     else:
         attention_mask = full_mask
         if policy_bias is not None:
@@ -61,12 +61,13 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
         output, lse = _attend_chunk(call, query, keys, values, attention_mask)
     output = _with_unknown_outputs(call, slots, output, (full_mask, bias), valid)
     if computed is None:
-        computed = statistics(policy, spec, valid, tokens.budget) if policy.statistics else []
-    inputs = (spec.query, spec.key, spec.mask, spec.sink_logit) if layout.crops and policy.statistics else ()
+        computed = statistics(policy, operands, valid, tokens.budget) if policy.statistics else []
+    again = layout.crops and bool(policy.statistics)
+    inputs = (operands.query, operands.key, operands.mask, operands.sink_logit) if again else ()
     return AttentionOutput(output, ((mask, bias),), lse, (*computed, *(x for x in inputs if x is not None)))
 
 
-def chunk_spec(layout: Layout, scale: float, cap: float | None, *operands: Any) -> StatisticsOperands:
+def chunk_operands(layout: Layout, scale: float, cap: float | None, *operands: Any) -> StatisticsOperands:
     """Return the attention of a chunk to [slots, chunk] from its query, keys, mask and, if it has one, sink."""
     named = dict(zip(("query", "key", "mask", "sink_logit"), operands, strict=False))
     return StatisticsOperands(**named, causal=False, scale=scale, cap=cap, heads=layout.heads, sharding=layout.sharding)
@@ -139,7 +140,7 @@ def _with_unknown_outputs(
     if unknown_queries is None:
         return output
     highest = torch.where(mask.any(-1), 0.0, -torch.inf) if mask.dtype == torch.bool else mask.amax(-1)
-    unknown = unknown_queries.of(highest[:, :, None, :, None]).flatten(1, 2)  # [B, 1, Ha or Hq, q, 1]
+    unknown = unknown_queries.mask(highest[:, :, None, :, None]).flatten(1, 2)  # [B, 1, Ha or Hq, q, 1]
     return torch.where(unknown.repeat_interleave(output.shape[1] // unknown.shape[1], 1), torch.nan, output)
 
 

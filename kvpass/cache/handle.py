@@ -5,8 +5,8 @@ a zero-stride view of one NaN that carries the layer's slots.  Values computed f
 uncompiled attention gives NaN instead of a plausible answer.  Operations that people apply to caches between calls act
 on the slots or raise `CacheHandleError`.
 
-A `Row` stands in for a single row that a caller takes out of a cache, as Whisper's `generate` does per input.  It does
-not carry its slots: it can be moved, unsqueezed and stacked; reading or growing it is an error.
+A `DetachedRow` stands in for a single row that a caller takes out of a cache, as Whisper's `generate` does per input.
+It does not carry its slots: it can be moved, unsqueezed and stacked; reading or growing it is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
-from kvpass.cache.layer_cache import CacheOwner, LayerCache, Part, check_usable
+from kvpass.cache.layer_cache import CacheOwner, KeyOrValue, LayerCache, check_usable
 from kvpass.errors import CacheHandleError
 from kvpass.torch_private import dynamo, tensors
 
@@ -29,11 +29,11 @@ class Handle(Tensor):
 
     cache: LayerCache
     length: int
-    part: Part
+    part: KeyOrValue
     token_dim: int
 
     @staticmethod
-    def of(cache: LayerCache, part: Part, token_dim: int) -> Handle:
+    def of(cache: LayerCache, part: KeyOrValue, token_dim: int) -> Handle:
         """Return the current handle of a layer's keys or values, a view of one NaN."""
         dynamo.never_compile_alone(Handle.__torch_function__)
         dim = {"keys": cache.layout.key_dim, "values": cache.layout.value_dim}[part]
@@ -43,7 +43,7 @@ class Handle(Tensor):
         handle = nan.expand(*_shape_of(cache, token_dim), dim).as_subclass(Handle)
         handle.cache, handle.length, handle.part, handle.token_dim = cache, cache.length, part, token_dim
         if cache.stored_tokens == cache.length:
-            dynamo.mark_growing(handle, token_dim)
+            dynamo.mark_dynamic_dim(handle, token_dim)
         return handle
 
     @classmethod
@@ -137,7 +137,7 @@ def _index_select(input: Handle, dim: int, index: Tensor) -> Handle:
     return _select_rows("index_select", input, index, lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
 
-def _getitem(handle: Handle, index: Any) -> Handle | Row:
+def _getitem(handle: Handle, index: Any) -> Handle | DetachedRow:
     count = _kept_tokens(handle, index)
     if count is not None:
         return _crop(handle, count)
@@ -147,7 +147,7 @@ def _getitem(handle: Handle, index: Any) -> Handle | Row:
     rest = index[1:] if isinstance(index, tuple) else ()
     if isinstance(index, int) and not isinstance(index, bool):
         with tensors.without_torch_function():
-            return Row.like(handle[index])
+            return DetachedRow.like(handle[index])
     picks_rows = rows.ndim == 1 if isinstance(rows, Tensor) else isinstance(rows, (slice, list))
     if picks_rows and all(part is Ellipsis or part == slice(None) for part in rest):
         # A slice is a view, and a step on one cache would write to the other.
@@ -232,7 +232,7 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def current_cache(value: Any, part: Part, backend: CacheOwner) -> LayerCache:
+def current_cache(value: Any, part: KeyOrValue, backend: CacheOwner) -> LayerCache:
     """Return the cache of a layer from its handle, or raise CacheHandleError if the cache cannot be continued."""
     if not isinstance(value, Handle):
         raise CacheHandleError("a layer's cache was replaced by an ordinary tensor in the middle of a conversation")
@@ -273,14 +273,16 @@ _MOVES = frozenset(
 )
 
 
-class Row(Tensor):
+class DetachedRow(Tensor):
     """A tensor of NaN in the shape of a row of keys or values, at first [Hkv, tokens stored, D]."""
 
     @staticmethod
-    def like(row: Tensor) -> Row:
+    def like(row: Tensor) -> DetachedRow:
         """Return a row with the shape, dtype and device of a tensor."""
-        dynamo.never_compile_alone(Row.__torch_function__)
-        return torch.full((1,), torch.nan, dtype=row.dtype, device=row.device).expand(row.shape).as_subclass(Row)
+        dynamo.never_compile_alone(DetachedRow.__torch_function__)
+        return (
+            torch.full((1,), torch.nan, dtype=row.dtype, device=row.device).expand(row.shape).as_subclass(DetachedRow)
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

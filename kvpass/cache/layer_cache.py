@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.layout import Layout
-from kvpass.cache.past_calls import Calls, check_croppable
 from kvpass.cache.slots import AnySlots
+from kvpass.cache.undo_records import UndoRecords, check_croppable
 from kvpass.errors import CacheHandleError, KVPassError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
 
-Part = Literal["keys", "values"]
+KeyOrValue = Literal["keys", "values"]
 PROBED = (1, 5, 500)
 """Positions at which the rotations of two graphs are compared.
 
@@ -36,12 +36,12 @@ class _RowSelection:
     operation: str
     argument: Any
     length: int
-    part: Part
+    part: KeyOrValue
     result: weakref.ref[LayerCache]
 
-    def serves(self, operation: str, argument: Any, seen: int, part: Part) -> bool:
+    def serves(self, operation: str, argument: Any, length: int, part: KeyOrValue) -> bool:
         """Return whether the other part of K and V makes the same selection."""
-        same = (self.operation, self.length) == (operation, seen) and self.part != part
+        same = (self.operation, self.length) == (operation, length) and self.part != part
         return same and _equal_arguments(self.argument, argument)
 
 
@@ -62,7 +62,7 @@ class _Crop:
     """The cache that continues after a crop; `left` is the part that is still to be cropped."""
 
     tokens: int
-    left: Part | None
+    left: KeyOrValue | None
     result: LayerCache
 
 
@@ -148,12 +148,12 @@ class LayerCache:
         absent: int64 [B, P], the indices in the padded sequence of padding that is not cached, -1 after the last.
         first_ids: int64 [B], the position ids of the rows' first real tokens, if known and keys are rotated by rank.
         rotated_key: one key rotated to the positions `PROBED` by the prompt, if keys are rotated by rank; see
-            `RotarySlice.probe`.
+            `RotarySubgraph.probe`.
         equal_rotated_key: the same of the last call, found to be equal up to rounding.
         key_projections: the weights that computed the layer's keys.
         output_projection: its weight [E, Hq Dv], for policies that read it.
         model: the tensors of the model that made the cache, as far as its graph had them as inputs.
-        calls: the last calls, as far as they can be cropped.
+        undo_records: records of the last calls, as far as they can be cropped.
         cropped: the cache that replaced this one when tokens were cropped; this one can no longer be continued.
     """
 
@@ -176,7 +176,7 @@ class LayerCache:
     key_projections: tuple[weakref.ref[Any], ...] = ()
     output_projection: weakref.ref[Any] | None = None
     model: tuple[weakref.ref[Any], ...] = ()
-    calls: Calls = ()
+    undo_records: UndoRecords = ()
     cropped: _Crop | None = None
     _selections: list[_RowSelection] = dataclasses.field(default_factory=list)
 
@@ -185,7 +185,7 @@ class LayerCache:
         """The number of tokens that the model's cache stores."""
         return self.length if self.window is None else min(self.length, self.window)
 
-    def select(self, operation: str, argument: Any, part: Part, apply: Callable[[Tensor], Tensor]) -> LayerCache:
+    def select(self, operation: str, argument: Any, part: KeyOrValue, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """Return the cache with other rows.  The same selection for K and then for V gives one cache.
 
         The same selection for the same part again gives a second copy.
@@ -204,32 +204,32 @@ class LayerCache:
         self._selections.append(_RowSelection(operation, kept, self.length, part, weakref.ref(result)))
         return result
 
-    def crop(self, tokens: int, part: Part) -> LayerCache:
+    def crop(self, tokens: int, part: KeyOrValue) -> LayerCache:
         """Return the cache without its last tokens.  The same crop of K and then of V gives one cache."""
         last = self.cropped
         if last is not None and (last.tokens, last.left, last.result.length) == (tokens, part, self.length - tokens):
             self.cropped = dataclasses.replace(last, left=None)
             return last.result
         check_usable(self)
-        check_croppable(self.calls, tokens, self.backend.crop)
+        check_croppable(self.undo_records, tokens, self.backend.crop)
         self.interrupted = True  # until the cropped cache is there: undoing writes to these slots in place
         shorter = dataclasses.replace(self, interrupted=False)._undo_calls(tokens)
-        self.cropped, self.calls = _Crop(tokens, "values" if part == "keys" else "keys", shorter), ()
+        self.cropped, self.undo_records = _Crop(tokens, "values" if part == "keys" else "keys", shorter), ()
         self.interrupted = False
         return shorter
 
     def _undo_calls(self, tokens: int) -> LayerCache:
         """Return the cache without its last tokens, by undoing calls."""
         cache: LayerCache = self
-        calls = self.calls
+        records = self.undo_records
         while tokens:
-            *earlier, last = calls
-            cache, calls = last.undo(cache), tuple(earlier)
+            *earlier, last = records
+            cache, records = last.undo(cache), tuple(earlier)
             if last.token_count > tokens and last.repeat is not None:
                 shorter: LayerCache = last.repeat(cache, last.token_count - tokens)
-                return dataclasses.replace(shorter, calls=(*calls, *shorter.calls), _selections=[])
+                return dataclasses.replace(shorter, undo_records=(*records, *shorter.undo_records), _selections=[])
             tokens -= last.token_count
-        return dataclasses.replace(cache, calls=calls, _selections=[])
+        return dataclasses.replace(cache, undo_records=records, _selections=[])
 
     def map_rows(self, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """Return the cache with a function applied to each of its batch-first tensors."""
@@ -245,7 +245,7 @@ class LayerCache:
             absent=apply(self.absent),
             deferred_checks=self.deferred_checks.copy(),
             first_ids=None if self.first_ids is None else apply(self.first_ids),
-            calls=(),
+            undo_records=(),
             _selections=[],
         )
 

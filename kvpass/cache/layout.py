@@ -33,7 +33,7 @@ class Layout:
         capacity: the number of slots, including the one for the token that is written next.
         batch, heads, key_dim, value_dim: B, Hkv, D and Dv.
         dtype, device: of keys and values.
-        stores_raw_keys: keys are stored before their rotary embedding and rotated by rank (positions="cache").
+        stores_unrotated_keys: keys are stored before their rotary embedding and rotated by rank (positions="cache").
         layer: the layer's index, for policies that read it; else 0, so that equal layers have equal layouts.
         kv_dtype: the storage format of keys and values; None for `dtype`.
         sharding: how the layer's heads are sharded over processes; `heads` counts those of this process.
@@ -52,7 +52,7 @@ class Layout:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
-    stores_raw_keys: bool
+    stores_unrotated_keys: bool
     layer: int = 0
     kv_dtype: KVDtype | None = None
     sharding: HeadSharding | None = None
@@ -108,7 +108,7 @@ class Layout:
 
     @property
     def key_format(self) -> Format:
-        return format_of(self.kv_dtype, self.key_dim, self.dtype, rotated=self.stores_raw_keys)
+        return format_of(self.kv_dtype, self.key_dim, self.dtype, rotated=self.stores_unrotated_keys)
 
     @property
     def value_format(self) -> Format:
@@ -134,4 +134,4 @@ class Layout:
     @property
     def tracks_rank(self) -> bool:
         """True if decode steps maintain `Slots.rank`."""
-        return self.stores_raw_keys or self.policy.reads_rank
+        return self.stores_unrotated_keys or self.policy.reads_rank

@@ -18,12 +18,12 @@ from kvpass.cache.layout import ROW_BUDGET, Layout
 from kvpass.cache.slots import AnySlots, ClassedSlots, Slots, empty_slots
 from kvpass.errors import CacheFileError, CacheHandleError
 from kvpass.lowering.formats import EncodedVectors, Format
-from kvpass.lowering.formats.base import Parts
+from kvpass.lowering.formats.base import StoredTensors
 from kvpass.policies.base import Policy
 
 _LAYOUT_FIELDS = {
     "budget": int, "capacity": int, "batch": int, "heads": int, "key_dim": int, "value_dim": int,
-    "stores_raw_keys": bool, "layer": int, "exact_capacity": bool, "row_budgets": bool, "pins": bool,
+    "stores_unrotated_keys": bool, "layer": int, "exact_capacity": bool, "row_budgets": bool, "pins": bool,
 }  # fmt: skip
 """The fields of a layout that a file holds unchanged."""
 _OPTIONAL = ("first_ids", "rotated_key")
@@ -85,7 +85,7 @@ def from_entry(
     return LayerCache(backend, next(backend.cache_numbers), layout, slots, *counts, **fields)
 
 
-def _convert_vectors(slots: AnySlots, change: Callable[[Format, Parts], Parts]) -> Any:
+def _convert_vectors(slots: AnySlots, change: Callable[[Format, StoredTensors], StoredTensors]) -> Any:
     """Return slots with the tensors of their keys and values changed by a function of a format and its tensors."""
     if isinstance(slots, ClassedSlots):
         return dataclasses.replace(slots, by_class=tuple(_convert_vectors(part, change) for part in slots.by_class))
@@ -94,24 +94,24 @@ def _convert_vectors(slots: AnySlots, change: Callable[[Format, Parts], Parts]) 
 
 
 def _slots_of(
-    tensors: Mapping[str, Tensor], layout: Layout, capacity: int, seen: int, row_budgets: tuple[int, ...]
+    tensors: Mapping[str, Tensor], layout: Layout, capacity: int, length: int, row_budgets: tuple[int, ...]
 ) -> Any:
     """Return the slots of a layout with other capacity, from checked tensors on the CPU."""
     like = empty_slots(dataclasses.replace(layout, capacity=capacity, device=torch.device("meta")))
     checked = [_check_tensor(tensors, name, tensor) for name, tensor in zip(like.names, like.tensors(), strict=True)]
     slots = like.with_tensors(checked)
     if isinstance(slots, ClassedSlots):
-        _check_classes(slots, layout, seen)
+        _check_classes(slots, layout, length)
     else:
-        _check_numbers(slots, layout, seen, capacity, row_budgets)
+        _check_numbers(slots, layout, length, capacity, row_budgets)
     slots = slots.map_tensors(lambda tensor: tensor.to(layout.device, copy=True))
     return _convert_vectors(slots, Format.to_device_layout)
 
 
-def _check_classes(slots: ClassedSlots, layout: Layout, seen: int) -> None:
+def _check_classes(slots: ClassedSlots, layout: Layout, length: int) -> None:
     """Raise CacheFileError for classes of heads whose numbers cannot be, or that do not have every head once."""
     for class_slots, class_layout in zip(slots.by_class, layout.by_class, strict=True):
-        _check_numbers(class_slots, class_layout, seen, class_layout.capacity, (class_layout.budget,))
+        _check_numbers(class_slots, class_layout, length, class_layout.capacity, (class_layout.budget,))
     heads = torch.arange(layout.heads).expand_as(slots.order)
     if not torch.equal(slots.order.sort(-1).values, heads) or not torch.equal(slots.order.argsort(-1), slots.inverse):
         raise CacheFileError(f"its order of heads is none of {layout.heads} heads")
@@ -157,22 +157,22 @@ def _host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, .
     return row_budgets, clocks
 
 
-def _check_numbers(slots: Slots, layout: Layout, seen: int, capacity: int, row_budgets: tuple[int, ...]) -> None:
+def _check_numbers(slots: Slots, layout: Layout, length: int, capacity: int, row_budgets: tuple[int, ...]) -> None:
     """Raise CacheFileError for indices outside of the slots, or counts that contradict each other."""
-    rows_seen, length = slots.seen[:, None, None], slots.length[:, None, None]
+    rows_seen, rows_length = slots.seen[:, None, None], slots.length[:, None, None]
     most = max(row_budgets)
     most_slots = min(most, layout.policy.capacity(most))  # `buzz` may have fewer slots than its budget
     right = {
         "position": (slots.position >= -1) & (slots.position < rows_seen),
-        "index": (slots.index >= -1) & (slots.index < length),
+        "index": (slots.index >= -1) & (slots.index < rows_length),
         "free": (slots.free >= 0) & (slots.free < capacity),
         "rank": (slots.rank >= 0) & (slots.rank < capacity),
         "seen": (slots.seen >= 0) & (slots.seen <= slots.length),
-        "length": slots.length == seen,
+        "length": slots.length == length,
         "capacity": torch.tensor(capacity >= layout.capacity and most_slots <= capacity),
     }
     if layout.row_budgets:
         right[ROW_BUDGET] = slots.state[ROW_BUDGET][:, :, 0] == torch.tensor(row_budgets)[:, None]
     wrong = [name for name, holds in right.items() if not bool(holds.all())]
     if wrong:
-        raise CacheFileError(f"its {' and '.join(wrong)} cannot be those of {seen} tokens in {capacity} slots")
+        raise CacheFileError(f"its {' and '.join(wrong)} cannot be those of {length} tokens in {capacity} slots")

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvpass.cache.layout import ROW_BUDGET, Layout
 from kvpass.errors import PolicyError
 from kvpass.lowering.formats import EncodedVectors
-from kvpass.lowering.formats.base import Parts, SlotIndices
+from kvpass.lowering.formats.base import SlotIndices, StoredTensors
 from kvpass.policies.pinned_tokens import PINNED, Pins
 from kvpass.policies.ranking import slots_by_position
 from kvpass.policies.types import State, Tokens
@@ -312,8 +312,8 @@ class SavedContent:
     """A copy of the content that a decode step overwrites in the slots of a layer."""
 
     slot_index: SlotIndices | None  # of each head's vector; None if all slots are saved
-    key: Parts
-    value: Parts
+    key: StoredTensors
+    value: StoredTensors
     others: tuple[Tensor, ...]  # all metadata, in the order of `Slots.metadata`
 
     @staticmethod
@@ -336,7 +336,7 @@ class SavedContent:
             buffer.copy_(other)
 
 
-def _clone_vectors(rows: EncodedVectors, slot_index: SlotIndices | None) -> Parts:
+def _clone_vectors(rows: EncodedVectors, slot_index: SlotIndices | None) -> StoredTensors:
     return tuple(part.clone() if slot_index is None else part[slot_index] for part in rows.parts)
 
 

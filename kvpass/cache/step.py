@@ -15,7 +15,7 @@ from kvpass.cache.cached_attention import AttentionOutput, CachedAttention, NewT
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import FREE, READ_ONLY_STATE, Slots, row_indices
 from kvpass.fx.precision import FILLED, upcast
-from kvpass.lowering.attend import LOWEST, Rope, Rotation, UnknownQueries, attend, capped, query_key_logits
+from kvpass.lowering.attend import LOWEST, Rope, RotateKeys, UnknownQueries, attend, capped, query_key_logits
 from kvpass.lowering.attention_statistics import regrouped
 from kvpass.lowering.formats import EncodedVectors, plain
 from kvpass.policies.base import Policy
@@ -86,7 +86,7 @@ class _QueryView:
     mask: Tensor
     bias: Tensor | None
     policy_bias: Tensor | None
-    rotate: Rotation | None
+    rotate: RotateKeys | None
     rope: Rope | None
     unknown_queries: UnknownQueries | None
 
@@ -193,7 +193,7 @@ def with_logit_scale(policy: Policy, query: Tensor, count: Tensor) -> Tensor:
     return query if factor is None else (query * factor.view(-1, *[1] * (query.ndim - 1))).to(query.dtype)
 
 
-def _rotation(call: CachedAttention, tokens: Tokens) -> Rotation | None:
+def _rotation(call: CachedAttention, tokens: Tokens) -> RotateKeys | None:
     rotate, rank = call.rotate, tokens.rank
     if rotate is None or rank is None:
         return None

@@ -245,7 +245,7 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n in self.sites:
-            heads = int(walk.value(self.sites[n].grown_key).shape[1])
+            heads = int(walk.example_value(self.sites[n].grown_key).shape[1])
             given: Any = self.map_nodes_to_values(op_table.named_arguments(n), n)
             named = {field.name: given[field.name] for field in dataclasses.fields(RecordedAttention)[:-1]}
             self.recorded.append(RecordedAttention(**named, heads=heads))

@@ -18,11 +18,11 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from kvpass.fx import alias, op_table, splicing
-from kvpass.fx.walk import is_tensor, value
+from kvpass.fx.walk import example_value, is_tensor
 from kvpass.torch_private import fx_nodes, tensors
 
 
-def remove_regions(graph: fx.Graph) -> None:
+def inline_autocast_regions(graph: fx.Graph) -> None:
     """Remove the regions that change nothing, and those whose casts can be written out."""
     enters = [node for node in graph.nodes if fx_nodes.sets_a_mode(node) and node.users]
     for enter in reversed(enters):  # of nested regions the inner one first
@@ -45,7 +45,7 @@ def _casts(inside: list[fx.Node], device: Any, dtype: Any, enabled: Any) -> dict
         return None  # around the region, the caller's autocast would cast to its own dtype
     casts: dict[fx.Node, torch.dtype] = {}
     for node in (each for each in inside if each.op in ("call_function", "call_method")):
-        recorded = _dtypes(value(node))
+        recorded = _dtypes(example_value(node))
         if not recorded or _dtypes_without(node, device, None) == recorded:
             continue
         found = next((x for x in (dtype, torch.float32) if _dtypes_without(node, device, x) == recorded), None)
@@ -57,7 +57,7 @@ def _casts(inside: list[fx.Node], device: Any, dtype: Any, enabled: Any) -> dict
 
 def _dtypes_without(node: fx.Node, device: str, cast: torch.dtype | None) -> list[torch.dtype] | None:
     """Return the dtypes of a node's results without autocast, with its operands cast; None if it does not run."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda each: _cast(value(each), cast))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda each: _cast(example_value(each), cast))
     try:
         with torch.autocast(device, enabled=False), torch.no_grad():
             if node.op == "call_method":
@@ -83,7 +83,7 @@ def _cast(operand: Any, dtype: torch.dtype | None) -> Any:
 def _cast_operands(node: fx.Node, dtype: torch.dtype) -> None:
     """Insert the casts of a node's operands."""
     for operand in node.all_input_nodes:
-        if is_tensor(operand) and _cast(value(operand), dtype).dtype != value(operand).dtype:
+        if is_tensor(operand) and _cast(example_value(operand), dtype).dtype != example_value(operand).dtype:
             node.replace_input_with(operand, splicing.emit_before(node, "to", operand, dtype))
 
 
@@ -92,7 +92,7 @@ def _is_independent(node: fx.Node) -> bool:
 
     Autocast changes the dtype of products, and of operands that differ in theirs.
     """
-    involved = [value(each) for each in (node, *node.all_input_nodes)]
+    involved = [example_value(each) for each in (node, *node.all_input_nodes)]
     dtypes = {x.dtype for x in involved if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    known = op_table.is_a(node, "pointwise", "view", "keeps") or op_table.known_name(node) in ("cat", "getitem")
+    known = op_table.has_tag(node, "pointwise", "view", "keeps") or op_table.operator_name(node) in ("cat", "getitem")
     return not dtypes or (dtypes == {torch.float32} and known)

@@ -22,9 +22,9 @@ from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import CacheRefused, Origin, OutsideKeys, cat_parts, origin_of
 from kvpass.fx import alias, walk
 from kvpass.fx.alias import AliasSets
-from kvpass.fx.op_table import is_a, known_name
+from kvpass.fx.op_table import has_tag, operator_name
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import ancestors, is_tensor, operand_of, value
+from kvpass.fx.walk import ancestors, example_value, is_tensor, operand_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _CacheSearch:
         self.calls, self.unread = decomposed_attention.find(dynamo_gm)
         self.results = {result for call in self.calls for result in call.results}
         self.updates = [node for node in dynamo_gm.graph.nodes if self._grows_a_cache(node)]
-        self.memory = alias.AliasSets(dynamo_gm.graph)
+        self.alias_sets = alias.AliasSets(dynamo_gm.graph)
         self.verdicts: list[Verdict] = []
 
     @property
@@ -116,7 +116,7 @@ class _CacheSearch:
         return [each.reading for each in self.verdicts if each.reading]
 
     def run(self) -> list[Verdict]:
-        queries = origins.queries_of(self.calls, self.memory)
+        queries = origins.queries_of(self.calls, self.alias_sets)
         for call in self.calls:
             self.verdicts.append(self._read_cross_attention(call, queries) or self._examine_call(call))
         self._refuse_unread_updates()
@@ -163,7 +163,9 @@ class _CacheSearch:
     def _grows_a_cache(self, node: fx.Node) -> bool:
         """Return whether a node joins past and new tokens, and is stored or has an empty past."""
         parts = cat_parts(node)
-        return parts is not None and (value(parts[0]).ndim == 1 or stored_output(node, self.outputs) is not None)
+        return parts is not None and (
+            example_value(parts[0]).ndim == 1 or stored_output(node, self.outputs) is not None
+        )
 
     def _read_cross_attention(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> Verdict | None:
         """Read cross-attention, whose keys and values are stored once and never grow."""
@@ -172,7 +174,7 @@ class _CacheSearch:
         except CacheRefused:
             return None
         has_no_past = all(origin.past is None for origin in origins_of_call)
-        if has_no_past and origins.is_cross_attention(call, queries, self.memory):
+        if has_no_past and origins.is_cross_attention(call, queries, self.alias_sets):
             return Verdict(call.node, cross_cache=tuple(origin.grown for origin in origins_of_call))
         return None
 
@@ -201,8 +203,8 @@ class _CacheSearch:
         local = origins.since_projection((call.key, call.value), self.results)
         updates = [node for node in local if node not in self.updates and self._grows_in_other_layout(node)]
         kept = [node for node in local if node.op == "placeholder" or node in self.outputs]
-        states = [node for node in kept if is_tensor(node) and value(node).ndim >= 3]
-        updates += [writer for node in states for writer in self.memory.writers(node)]
+        states = [node for node in kept if is_tensor(node) and example_value(node).ndim >= 3]
+        updates += [writer for node in states for writer in self.alias_sets.writers(node)]
         return updates + self._fixed_size_updates(call)
 
     def _fixed_size_updates(self, call: AttentionCall) -> list[fx.Node]:
@@ -211,7 +213,7 @@ class _CacheSearch:
         With as many keys as queries these may be all tokens, and the input a tensor that was computed before a graph
         break.
         """
-        if expr(value(call.key).shape[-2]) == expr(value(call.query).shape[-2]):
+        if expr(example_value(call.key).shape[-2]) == expr(example_value(call.query).shape[-2]):
             return []
 
         def is_update(node: fx.Node) -> bool:
@@ -228,25 +230,27 @@ class _CacheSearch:
         """
 
         def is_rearranged(node: fx.Node) -> bool:
-            return is_a(node, "moves", "keeps") and value(operand_of(node)).ndim >= 4
+            return has_tag(node, "moves", "keeps") and example_value(operand_of(node)).ndim >= 4
 
         sources = {*walk.chain(call.key, is_rearranged), *walk.chain(call.value, is_rearranged)}
-        moved = walk.reach(sources, lambda node: [user for user in node.users if is_a(user, "moves", "keeps", "joins")])
+        moved = walk.reach(
+            sources, lambda node: [user for user in node.users if has_tag(user, "moves", "keeps", "joins")]
+        )
         return any(node in self.outputs and node not in sources for node in moved)
 
     def _grows_in_other_layout(self, node: fx.Node) -> bool:
         """Return whether a node concatenates an input and is returned: a cache in an unsupported layout."""
-        if known_name(node) not in ("cat", "concat") or node not in self.outputs or cat_parts(node) is not None:
+        if operator_name(node) not in ("cat", "concat") or node not in self.outputs or cat_parts(node) is not None:
             return False
         first = node.all_input_nodes[0]
-        return first.op == "placeholder" and is_tensor(first) and value(first).ndim >= 3
+        return first.op == "placeholder" and is_tensor(first) and example_value(first).ndim >= 3
 
     def _read_call(self, call: AttentionCall) -> Reading:
         computed = False
         try:
             key, val = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
             computed = any(  # in another dtype than the cached one
-                value(attended).dtype != value(origin.grown).dtype
+                example_value(attended).dtype != example_value(origin.grown).dtype
                 for attended, origin in ((call.key, key), (call.value, val))
             )
         except CacheRefused:
@@ -265,8 +269,8 @@ class _CacheSearch:
             raise CacheRefused(f"the cache returns the last {window} keys but the last {value_window} values")
         values_of = {reading.keys_out: reading.values_out for reading in self.readings}
         _check_supported(call, key, shares_cache=keys_out in values_of)
-        _check_unmodified(key, self.memory)
-        _check_unmodified(val, self.memory)
+        _check_unmodified(key, self.alias_sets)
+        _check_unmodified(val, self.alias_sets)
         other_values = values_of.get(keys_out, values_out) != values_out
         if keys_out == values_out or other_values or keys_out in values_of.values():
             raise CacheRefused("one cached tensor serves as keys and as values")
@@ -274,12 +278,12 @@ class _CacheSearch:
 
     def _tokens_of(self, node: fx.Node, call: AttentionCall) -> set[fx.Node]:
         """Return the inputs that bring tokens: ids that embeddings look up, and hidden states [B, q, D]."""
-        nodes = alias.ancestors_with_writes([node], reader=call.node, memory=self.memory)
+        nodes = alias.ancestors_with_writes([node], reader=call.node, alias_sets=self.alias_sets)
         ids = [n.args[0] for n in nodes if n.target is torch.nn.functional.embedding and is_tensor(n.args[0])]
         index_inputs = {p for n in ids for p in ancestors(n) if p.op == "placeholder" and is_tensor(p)}
-        states = [p for p in nodes if p.op == "placeholder" and is_tensor(p) and value(p).ndim == 3]
-        tensors = [p for p in states if not isinstance(value(p), torch.nn.Parameter)]
-        return index_inputs | {p for p in tensors if value(p).is_floating_point()}
+        states = [p for p in nodes if p.op == "placeholder" and is_tensor(p) and example_value(p).ndim == 3]
+        tensors = [p for p in states if not isinstance(example_value(p), torch.nn.Parameter)]
+        return index_inputs | {p for p in tensors if example_value(p).is_floating_point()}
 
     def _source_caches(self, call: AttentionCall) -> tuple[Origin, Origin] | None:
         """Return the two caches that key and value are computed from, or None if there are not two.
@@ -288,7 +292,7 @@ class _CacheSearch:
         latent attention both feed both.
         """
         of_key, of_value = (
-            alias.ancestors_with_writes([node], self.results, call.node, memory=self.memory)
+            alias.ancestors_with_writes([node], self.results, call.node, alias_sets=self.alias_sets)
             for node in (call.key, call.value)
         )
         grown = self.updates
@@ -305,15 +309,15 @@ class _CacheSearch:
 
     def _starts_a_cache(self, node: fx.Node, call: AttentionCall) -> bool:
         """Return whether a prompt returns a node [B, h, q, D] of keys and values."""
-        if node not in self.outputs or not is_tensor(node) or value(node).ndim != 4 or node.op == "placeholder":
+        if node not in self.outputs or not is_tensor(node) or example_value(node).ndim != 4 or node.op == "placeholder":
             return False
-        return bool(expr(value(node).shape[2]) == expr(value(call.query).shape[2]))
+        return bool(expr(example_value(node).shape[2]) == expr(example_value(call.query).shape[2]))
 
     def _output_of(self, grown: fx.Node) -> tuple[int, int | None]:
         """Return the output index of a grown cache and the number of tokens stored."""
         if (found := stored_output(grown, self.outputs)) is not None:
             return found
-        again = next((user for user in grown.users if known_name(user) in ("cat", "concat")), None)
+        again = next((user for user in grown.users if operator_name(user) in ("cat", "concat")), None)
         if again is None:
             raise CacheRefused("the grown cache is not returned by the graph")
         raise CacheRefused(
@@ -324,24 +328,24 @@ class _CacheSearch:
 
 def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
     """Refuse keys that are computed from a part of the cache, or each from several tokens."""
-    cached = {expr(value(origin.grown).shape[2]) for origin in (key, val)}
+    cached = {expr(example_value(origin.grown).shape[2]) for origin in (key, val)}
     for node in (call.key, call.value):
-        if expr(value(node).shape[-2]) not in cached:
+        if expr(example_value(node).shape[-2]) not in cached:
             raise CacheRefused(
-                f"attention reads {value(node).shape[-2]} keys and the cache returns "
-                f"{value(key.grown).shape[2]}: this layer prunes or pools its keys. A window or a choice of keys can "
-                "be a part of the attention mask instead"
+                f"attention reads {example_value(node).shape[-2]} keys and the cache returns "
+                f"{example_value(key.grown).shape[2]}: this layer prunes or pools its keys. A window or a choice of "
+                "keys can be a part of the attention mask instead"
             )
 
 
-def _check_unmodified(origin: Origin, memory: AliasSets) -> None:
+def _check_unmodified(origin: Origin, alias_sets: AliasSets) -> None:
     """Refuse writes in place to cached tokens, and to new ones after they are stored, where the model attends."""
     if origin.past is None:
         return
-    writer = alias.overwriting_node({origin.new}, memory, origin.grown)
+    writer = alias.overwriting_node({origin.new}, alias_sets, origin.grown)
     if writer is not None:
         raise CacheRefused(f"new tokens are written to at {walk.source_line(writer)}, after they were stored")
-    writer = alias.overwriting_node({origin.grown, origin.past}, memory)
+    writer = alias.overwriting_node({origin.grown, origin.past}, alias_sets)
     if writer is not None:
         raise CacheRefused(f"cached keys or values are written to at {walk.source_line(writer)}")
 
@@ -354,11 +358,11 @@ def _check_supported(call: AttentionCall, origin: Origin, shares_cache: bool) ->
             f"attention with dropout {call.dropout}: the model is in training mode; call model.eval(), or pass "
             "use_cache=False to train"
         )
-    if not value(key).is_floating_point():
-        raise CacheRefused(f"the cache holds {value(key).dtype}, which is not floating-point")
-    if value(query).ndim != 4 or value(key).ndim != 4:
-        raise CacheRefused(f"queries of shape {tuple(value(query).shape)} are not [B, Hq, q, D]")
-    if not shares_cache and expr(value(query).shape[2]) != expr(value(key).shape[2]):
+    if not example_value(key).is_floating_point():
+        raise CacheRefused(f"the cache holds {example_value(key).dtype}, which is not floating-point")
+    if example_value(query).ndim != 4 or example_value(key).ndim != 4:
+        raise CacheRefused(f"queries of shape {tuple(example_value(query).shape)} are not [B, Hq, q, D]")
+    if not shares_cache and expr(example_value(query).shape[2]) != expr(example_value(key).shape[2]):
         raise CacheRefused("there are not as many new keys as queries")
     if origin.past is not None and call.causal:
         raise CacheRefused("is_causal with a past aligns the mask to the first key")
@@ -377,7 +381,7 @@ def stored_output(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int
 
 def _last_tokens(node: fx.Node) -> int | None:
     """Return n if a node is x[:, :, -n:] of [B, H, S, D], else None."""
-    if walk.name_of(node) != "getitem" or not isinstance(node.args[1], tuple):
+    if walk.target_name(node) != "getitem" or not isinstance(node.args[1], tuple):
         return None
     whole = slice(None)
     before, along, after = node.args[1][:2], node.args[1][2:3], node.args[1][3:]

@@ -21,7 +21,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import value
+from kvpass.fx.walk import example_value
 from kvpass.policies.heads import HeadSharding
 
 torch.library.define("kvpass::append", "(Tensor? past, Tensor new) -> Tensor")
@@ -221,7 +221,7 @@ class AttentionSite(SiteFacts):
     @property
     def length_symbols(self) -> set[sympy.Symbol]:
         """The symbols in the number of past tokens."""
-        return {symbol for past in self.pasts for symbol in expr(value(past).shape[2]).free_symbols}
+        return {symbol for past in self.pasts for symbol in expr(example_value(past).shape[2]).free_symbols}
 
     @property
     def results(self) -> list[fx.Node]:
@@ -229,9 +229,9 @@ class AttentionSite(SiteFacts):
         return [self.call] if self.lse is None else [self.call, self.lse]
 
     @property
-    def queries(self) -> Any:
+    def query_len(self) -> Any:
         """The number q of queries, possibly symbolic."""
-        return value(self.query).shape[2]
+        return example_value(self.query).shape[2]
 
     @property
     def facts(self) -> SiteFacts:

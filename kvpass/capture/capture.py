@@ -27,7 +27,7 @@ from kvpass.capture.origins import Origin
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, walk
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import ancestors, value
+from kvpass.fx.walk import ancestors, example_value
 from kvpass.torch_private import fx_nodes
 
 
@@ -102,7 +102,7 @@ def _normalized(dynamo_gm: fx.GraphModule) -> fx.GraphModule:
     op_table.normalize_calls(copy.graph)
     simplify.multiply_equations(copy.graph)
     simplify.multiply_outer_products(copy.graph)
-    autocast_regions.remove_regions(copy.graph)
+    autocast_regions.inline_autocast_regions(copy.graph)
     simplify.replace_vmap(copy.graph)
     return copy
 
@@ -145,7 +145,7 @@ def _replace_transposed_attributes(graph: fx.Graph) -> None:
     """Replace x.mT by x.transpose(-1, -2), and similar attributes, if x is real."""
     for node in list(graph.nodes):
         name = _attribute(node)
-        tensor = value(node.args[0]) if name else None
+        tensor = example_value(node.args[0]) if name else None
         if not isinstance(tensor, torch.Tensor) or tensor.is_complex() or (name in ("T", "H") and tensor.ndim != 2):
             continue
         with graph.inserting_before(node):
@@ -224,14 +224,14 @@ def _site(reading: Reading, call: fx.Node, lse: fx.Node | None, grown: tuple[fx.
 
 def _check_cached_pair(call: fx.Node, query: fx.Node, key: fx.Node, values: fx.Node) -> None:
     """Raise UnsupportedGraph unless the slots of a layer can hold keys and values that grow for a query."""
-    key_dtype, value_dtype = value(key).dtype, value(values).dtype
+    key_dtype, value_dtype = example_value(key).dtype, example_value(values).dtype
     # Under autocast a rotary embedding in float32 makes keys wider than values.
     if key_dtype != value_dtype and (key_dtype != torch.float32 or value_dtype.itemsize != 2):
         raise UnsupportedGraph(
             f"{walk.source_line(call)}: keys are cached in {key_dtype} and values in {value_dtype}, but "
             "the slots of a layer have one dtype; cast one of them before it is cached"
         )
-    query_rows, cached_rows = (value(node).shape[0] for node in (query, key))
+    query_rows, cached_rows = (example_value(node).shape[0] for node in (query, key))
     if expr(query_rows) != expr(cached_rows):
         raise UnsupportedGraph(
             f"{walk.source_line(call)}: {query_rows} rows of queries attend to a cache of {cached_rows} rows, so it is "
@@ -250,12 +250,12 @@ def _append(graph: fx.Graph, origin: Origin) -> fx.Node:
 
 def _new_in_cache_dtype(graph: fx.Graph, origin: Origin) -> fx.Node:
     """Return the new tokens in the dtype of the cache, to which the model's concatenation promotes them."""
-    new, dtype = origin.new, value(origin.grown).dtype
-    if value(new).dtype == dtype:
+    new, dtype = origin.new, example_value(origin.grown).dtype
+    if example_value(new).dtype == dtype:
         return new
     with graph.inserting_before(origin.grown):
         promoted = graph.call_method("to", (new, dtype))
-    promoted.meta = {**origin.grown.meta, "example_value": value(new).to(dtype)}
+    promoted.meta = {**origin.grown.meta, "example_value": example_value(new).to(dtype)}
     return promoted
 
 
@@ -275,7 +275,7 @@ def _insert_log_sum_exp(graph: fx.Graph, call: AttentionCall, key: fx.Node) -> f
     """Insert the log-sum-exp of the same logits, in the model's shape and dtype, and return its operator."""
     assert call.lse is not None
     assert call.dtypes is not None
-    recorded = value(call.lse)
+    recorded = example_value(call.lse)
     args = (call.query, key, call.mask, call.scale, call.cap, call.hidden_logit, call.dtypes[0], recorded.dtype)
     with graph.inserting_before(call.lse):
         node = graph.call_function(LOG_SUM_EXP, args)

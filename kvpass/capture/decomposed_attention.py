@@ -24,8 +24,8 @@ from kvpass.capture import products
 from kvpass.capture.logit_changes import LogitChanges
 from kvpass.capture.products import Unreadable, is_from_product, required_number, required_tensor, strip_expansion
 from kvpass.fx import alias, op_table, splicing, walk
-from kvpass.fx.op_table import is_a, known_name
-from kvpass.fx.walk import is_tensor, name_of, value
+from kvpass.fx.op_table import has_tag, operator_name
+from kvpass.fx.walk import example_value, is_tensor, target_name
 from kvpass.torch_private import fx_nodes
 
 
@@ -81,25 +81,25 @@ def find(dynamo_gm: fx.GraphModule) -> tuple[list[AttentionCall], dict[fx.Node, 
     """
     found: list[AttentionCall] = []
     unread: dict[fx.Node, str] = {}
-    memory = alias.AliasSets(dynamo_gm.graph)
+    alias_sets = alias.AliasSets(dynamo_gm.graph)
     for node in list(dynamo_gm.graph.nodes):
         if fx_nodes.is_sdpa(node):
             found.append(_sdpa_call(node))
-        elif known_name(node) == "softmax" and is_tensor(node):
-            reader = _DecompositionReader(dynamo_gm, node, memory)
+        elif operator_name(node) == "softmax" and is_tensor(node):
+            reader = _DecompositionReader(dynamo_gm, node, alias_sets)
             try:
                 found.append(reader.read())
             except Unreadable as reason:
-                unread[node] = f"{name_of(reader.at)!r} at {walk.source_line(reader.at)}: {reason}"
+                unread[node] = f"{target_name(reader.at)!r} at {walk.source_line(reader.at)}: {reason}"
     return found, unread
 
 
 def _sdpa_call(node: fx.Node) -> AttentionCall:
     args = op_table.named_arguments(node)
     scale, mask = args.get("scale"), args.get("attn_mask")
-    scale = 1 / math.sqrt(value(args["query"]).shape[-1]) if scale is None else float(scale)
-    if mask is not None and value(mask).ndim < 4:  # aligned from the right, as in any broadcasting
-        mask = splicing.emit_before(node, operator.getitem, mask, (*[None] * (4 - value(mask).ndim), Ellipsis))
+    scale = 1 / math.sqrt(example_value(args["query"]).shape[-1]) if scale is None else float(scale)
+    if mask is not None and example_value(mask).ndim < 4:  # aligned from the right, as in any broadcasting
+        mask = splicing.emit_before(node, operator.getitem, mask, (*[None] * (4 - example_value(mask).ndim), Ellipsis))
     return AttentionCall(
         node, args["query"], args["key"], args["value"], mask, scale,
         causal=bool(args.get("is_causal", False)), dropout=float(args.get("dropout_p", 0.0)),
@@ -108,7 +108,7 @@ def _sdpa_call(node: fx.Node) -> AttentionCall:
 
 def is_boundary(node: fx.Node) -> bool:
     """Return whether a node is part of an attention call, at which searches along the graph stop."""
-    return fx_nodes.is_sdpa(node) or name_of(node) in ("softmax", "logsumexp")
+    return fx_nodes.is_sdpa(node) or target_name(node) in ("softmax", "logsumexp")
 
 
 class _DecompositionReader:
@@ -117,8 +117,8 @@ class _DecompositionReader:
     It accounts for every operation on the way with all arguments, or the call is unreadable.
     """
 
-    def __init__(self, dynamo_gm: fx.GraphModule, softmax: fx.Node, memory: alias.AliasSets) -> None:
-        self.softmax, self.memory = softmax, memory
+    def __init__(self, dynamo_gm: fx.GraphModule, softmax: fx.Node, alias_sets: alias.AliasSets) -> None:
+        self.softmax, self.alias_sets = softmax, alias_sets
         self.changes = LogitChanges(dynamo_gm, softmax)
         self.sink_logit: fx.Node | None = None
         self.shifted = False
@@ -126,7 +126,7 @@ class _DecompositionReader:
 
     def read(self) -> AttentionCall:
         """Read the call around the softmax; raise Unreadable if it is not attention because of the operation `at`."""
-        if not products.is_last(op_table.named_arguments(self.softmax).get("dim"), value(self.softmax)):
+        if not products.is_last(op_table.named_arguments(self.softmax).get("dim"), example_value(self.softmax)):
             raise Unreadable("it is not over the last dimension")
         self.at = product = self._first_product()
         products.check_groups(product)
@@ -141,17 +141,17 @@ class _DecompositionReader:
         for operand in product.all_input_nodes:
             self._check_unmodified(operand, product, node)
         self.at = self.softmax
-        self._check_casts(value(product).dtype)
-        mask, hidden_logit = self.changes.combine(value(query).shape[:2])
+        self._check_casts(example_value(product).dtype)
+        mask, hidden_logit = self.changes.combine(example_value(query).shape[:2])
         return AttentionCall(
             node, query, key, required_tensor(probabilities.args[1]), mask, self.changes.scale,
             self.changes.cap or None, self.sink_logit, self._log_sum_exp(), hidden_logit=hidden_logit,
-            dtypes=(value(product).dtype, value(self.softmax).dtype, value(node).dtype),
+            dtypes=(example_value(product).dtype, example_value(self.softmax).dtype, example_value(node).dtype),
         )  # fmt: skip
 
     def _check_casts(self, dtype: torch.dtype) -> None:
         """Refuse logits or probabilities in a narrower dtype than the product's."""
-        dtypes = [dtype, value(self.softmax).dtype, *self.changes.casts]
+        dtypes = [dtype, example_value(self.softmax).dtype, *self.changes.casts]
         if not all(products.is_as_wide(cast, dtype) for cast in dtypes):
             raise Unreadable("logits or probabilities are converted to a narrower dtype than their product's")
 
@@ -159,7 +159,7 @@ class _DecompositionReader:
 
     def _first_product(self) -> fx.Node:
         node = self._last_write(required_tensor(op_table.named_arguments(self.softmax).get("input")), self.softmax)
-        while not is_a(node, "batched"):
+        while not has_tag(node, "batched"):
             if node.op == "placeholder":
                 self.at = self.softmax
                 raise Unreadable("its logits are not computed from a product")
@@ -180,7 +180,7 @@ class _DecompositionReader:
 
     def _writers_between(self, node: fx.Node, since: fx.Node, until: fx.Node) -> list[fx.Node]:
         """Return the writes in place to a tensor's memory between two nodes."""
-        return [writer for writer in self.memory.writers(node) if since < writer < until]
+        return [writer for writer in self.alias_sets.writers(node) if since < writer < until]
 
     def _check_unmodified(self, node: fx.Node, since: fx.Node, until: fx.Node) -> None:
         """Refuse a tensor that is written to after it was read, because the canonical call reads it later."""
@@ -190,7 +190,7 @@ class _DecompositionReader:
 
     def _step_back(self, node: fx.Node) -> fx.Node:
         """Account for one operation on the logits, and return the logits before it."""
-        name, self.at = known_name(node), node
+        name, self.at = operator_name(node), node
         if self._passes_through(node):
             return required_tensor(node.args[0])
         steps = {
@@ -208,10 +208,10 @@ class _DecompositionReader:
 
     def _passes_through(self, node: fx.Node) -> bool:
         """Return whether an operation changes only the dtype, or how rows and heads are split into dimensions."""
-        if is_a(node, "keeps"):
-            self.changes.casts.append(value(node).dtype)
+        if has_tag(node, "keeps"):
+            self.changes.casts.append(example_value(node).dtype)
             return True
-        return products.only_splits_heads(node) or (known_name(node) == "dropout" and op_table.is_pointwise(node))
+        return products.only_splits_heads(node) or (operator_name(node) == "dropout" and op_table.is_pointwise(node))
 
     def _read_mul(self, node: fx.Node) -> fx.Node:
         first, second = products.two_operands(node)
@@ -256,12 +256,12 @@ class _DecompositionReader:
     def _read_cat(self, node: fx.Node) -> fx.Node:
         args = op_table.named_arguments(node)
         logits, *sink_logit = args["tensors"]
-        last = products.is_last(args.get("dim", 0), value(node))
-        if self.sink_logit or len(sink_logit) != 1 or not last or value(sink_logit[0]).shape[-1] != 1:
+        last = products.is_last(args.get("dim", 0), example_value(node))
+        if self.sink_logit or len(sink_logit) != 1 or not last or example_value(sink_logit[0]).shape[-1] != 1:
             raise Unreadable("only one column of sinks can be concatenated to the logits, at their end")
         if not self.changes.empty:
             raise Unreadable("the column of sinks is masked or scaled with the logits: concatenate it afterwards")
-        if value(sink_logit[0]).ndim != 4:
+        if example_value(sink_logit[0]).ndim != 4:
             raise Unreadable("sinks are not [B or 1, Hq, q or 1, 1]")
         self.sink_logit, self.changes.has_sink = sink_logit[0], True
         return required_tensor(logits)
@@ -286,7 +286,7 @@ class _DecompositionReader:
 
     def _read_clamp(self, node: fx.Node) -> fx.Node:
         """Account for a lower bound of the logits that is low enough to hide a token."""
-        if known_name(node) in ("max", "maximum"):
+        if operator_name(node) in ("max", "maximum"):
             first, second = products.two_operands(node)
             logits, bound = (first, second) if is_from_product(required_tensor(first)) else (second, first)
         else:
@@ -302,11 +302,11 @@ class _DecompositionReader:
         if self.sink_logit is not None or self.shifted:
             return None
         casts = walk.chain(
-            required_tensor(op_table.named_arguments(self.softmax)["input"]), lambda node: is_a(node, "casts")
+            required_tensor(op_table.named_arguments(self.softmax)["input"]), lambda node: has_tag(node, "casts")
         )
         first = casts[0]
         for node in casts:  # the list grows while it is read
-            casts += [user for user in node.users if is_a(user, "casts") and user not in casts]
+            casts += [user for user in node.users if has_tag(user, "casts") and user not in casts]
         sums = [user for node in casts for user in node.users if products.is_log_sum_exp(user)]
         return next((node for node in sums if not self._writers_between(first, *sorted((node, self.softmax)))), None)
 
@@ -315,16 +315,16 @@ class _DecompositionReader:
     def _second_product(self) -> fx.Node:
         node = self.softmax
         while True:
-            following = [n for n in node.users if is_a(n, "batched") or self._passes_on_probs(n)]
+            following = [n for n in node.users if has_tag(n, "batched") or self._passes_on_probs(n)]
             self.at = node
             if len(following) != 1:
                 raise Unreadable(f"{len(following)} products are made of it, and not the one with the values")
             self._check_unmodified(node, node, following[0])
-            if is_a(following[0], "batched"):
+            if has_tag(following[0], "batched"):
                 break
             node = following[0]
         product = self.at = following[0]
-        if known_name(product) == "baddbmm" or product.kwargs or len(product.args) != 2:
+        if operator_name(product) == "baddbmm" or product.kwargs or len(product.args) != 2:
             raise Unreadable("a term is added to the product with the values")
         if product.args[0] is not node or not is_tensor(product.args[1]):
             raise Unreadable("the probabilities are not its first operand")
@@ -334,5 +334,5 @@ class _DecompositionReader:
         """Return whether a user of the probabilities passes them through, or cuts off the sink's column."""
         if not is_tensor(node):
             return False
-        cuts_sink = known_name(node) == "getitem" and node.args[1] == (Ellipsis, slice(None, -1, None))
+        cuts_sink = operator_name(node) == "getitem" and node.args[1] == (Ellipsis, slice(None, -1, None))
         return (self.sink_logit is not None and cuts_sink) or self._passes_through(node)

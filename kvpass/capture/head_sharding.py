@@ -18,7 +18,7 @@ import torch.fx as fx
 from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import ShardingError
 from kvpass.fx import op_table, walk
-from kvpass.fx.walk import is_tensor, value
+from kvpass.fx.walk import example_value, is_tensor
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
 from kvpass.torch_private import dynamo, fx_nodes
@@ -86,7 +86,7 @@ def _sharding_error(site: AttentionSite, policy: Policy, description: str) -> Sh
 def _check_local(site: AttentionSite) -> None:
     """Refuse DTensors as queries, keys or values, because slots are local tensors."""
     for name in ("query", "key", "value"):
-        if _placement(value(getattr(site, name))):
+        if _placement(example_value(getattr(site, name))):
             raise ShardingError(
                 f"{walk.source_line(site.call)}: the {name} of this attention call is a DTensor, and slots are of "
                 "local tensors; have the projections give local ones (use_local_output=True)"
@@ -110,7 +110,7 @@ def _read_sharding(site: AttentionSite, policy: Policy) -> HeadSharding | None:
 
 
 def _sharding(site: AttentionSite, mesh: Any) -> HeadSharding | None:
-    ranks, heads = mesh.size(), int(value(site.grown_key).shape[1])
+    ranks, heads = mesh.size(), int(example_value(site.grown_key).shape[1])
     if ranks == 1:
         return None
     return HeadSharding(mesh.get_local_rank() * heads, ranks * heads, ranks, str(mesh.get_group().group_name))
@@ -120,8 +120,8 @@ def _communication(graph: fx.Graph) -> str:
     """Describe the operations of a graph that share work between processes; "" without any."""
     for node in graph.nodes:
         if fx_nodes.is_collective(node):
-            return f"{walk.name_of(node)} in {walk.module_of(node) or 'it'}"
-    has_dtensor = any(is_tensor(node) and _placement(value(node)) for node in graph.nodes)
+            return f"{walk.target_name(node)} in {walk.module_of(node) or 'it'}"
+    has_dtensor = any(is_tensor(node) and _placement(example_value(node)) for node in graph.nodes)
     return "tensors that are sharded over processes" if has_dtensor else ""
 
 
@@ -141,18 +141,18 @@ def _shard_origins(node: fx.Node) -> frozenset[_ShardOrigin]:
 def _is_vector(node: fx.Node) -> bool:
     """Return whether a node is a weight that scales or shifts features."""
     weight = _weight(node)
-    return weight is not None and value(weight).ndim < 2
+    return weight is not None and example_value(weight).ndim < 2
 
 
 def _shard_origin(node: fx.Node) -> _ShardOrigin | None:
     """Return the origin of the heads that a node computes, None if it only passes heads on."""
     if fx_nodes.is_collective(node):
-        return _ShardOrigin("else", description=f"a collective, {walk.name_of(node)}")
+        return _ShardOrigin("else", description=f"a collective, {walk.target_name(node)}")
     if node.op == "placeholder":
         return _ShardOrigin("input", description=f"an input of the graph, {node.name}")
-    if walk.name_of(node) == "to_local":
+    if walk.target_name(node) == "to_local":
         return _of_dtensor(node.all_input_nodes[0])
-    weights = [weight for weight in map(_weight, node.all_input_nodes) if weight and value(weight).ndim > 1]
+    weights = [weight for weight in map(_weight, node.all_input_nodes) if weight and example_value(weight).ndim > 1]
     weight_origins = {_of_weight(node, weight) for weight in weights}
     if len(weight_origins) > 1:
         return _ShardOrigin("else", description="several weights")
@@ -161,7 +161,7 @@ def _shard_origin(node: fx.Node) -> _ShardOrigin | None:
 
 def _weight(node: fx.Node) -> fx.Node | None:
     """Return the module's tensor that a node copies, views or casts, or None."""
-    while walk.name_of(node) in _SAME_WEIGHT and len(node.all_input_nodes) == 1:
+    while walk.target_name(node) in _SAME_WEIGHT and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node if is_tensor(node) and (dynamo.is_of_module(node) or node.op == "get_attr") else None
 
@@ -169,18 +169,22 @@ def _weight(node: fx.Node) -> fx.Node | None:
 def _of_dtensor(node: fx.Node) -> _ShardOrigin:
     """Return the origin of features whose local part the graph takes from a DTensor that a module computes."""
     producer = node
-    while walk.name_of(producer) == "redistribute":
+    while walk.target_name(producer) == "redistribute":
         producer = producer.all_input_nodes[0]
-    return _of_placement(value(node), value(node).ndim - 1, walk.name_of(producer) == "linear", "a DTensor")
+    return _of_placement(
+        example_value(node), example_value(node).ndim - 1, walk.target_name(producer) == "linear", "a DTensor"
+    )
 
 
 def _of_weight(node: fx.Node, weight: fx.Node) -> _ShardOrigin:
     """Return the origin of features that a node computes with a weight."""
-    if not _placement(value(weight)):
+    if not _placement(example_value(weight)):
         return _ShardOrigin("plain", description="plain weights")
-    factor = node.args[1] if walk.name_of(node) == "linear" else None
-    is_local = isinstance(factor, fx.Node) and walk.name_of(factor) == "to_local" and factor.all_input_nodes == [weight]
-    return _of_placement(value(weight), 0, is_local, f"weights of {tuple(value(weight).shape)}")
+    factor = node.args[1] if walk.target_name(node) == "linear" else None
+    is_local = (
+        isinstance(factor, fx.Node) and walk.target_name(factor) == "to_local" and factor.all_input_nodes == [weight]
+    )
+    return _of_placement(example_value(weight), 0, is_local, f"weights of {tuple(example_value(weight).shape)}")
 
 
 def _of_placement(tensor: Any, dim: int, of_linear: bool, described: str) -> _ShardOrigin:

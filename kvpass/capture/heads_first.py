@@ -25,9 +25,9 @@ from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import CacheRefused
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import op_table, splicing, walk
-from kvpass.fx.op_table import is_a, known_name
+from kvpass.fx.op_table import has_tag, operator_name
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import is_tensor, value
+from kvpass.fx.walk import example_value, is_tensor
 from kvpass.torch_private import fx_nodes, tensors
 
 
@@ -75,8 +75,8 @@ def _is_read(attended: fx.Node, outputs: dict[fx.Node, int]) -> bool:
 
 def _cache_of(attended: fx.Node, outputs: dict[fx.Node, int]) -> fx.Node | None:
     """Return the output [B, S, H, D] that attention reads with heads and tokens exchanged, or None."""
-    chain = walk.chain(attended, lambda each: is_a(each, "moves", "keeps"))
-    returned = [index for index, node in enumerate(chain) if node in outputs and value(node).ndim == 4]
+    chain = walk.chain(attended, lambda each: has_tag(each, "moves", "keeps"))
+    returned = [index for index, node in enumerate(chain) if node in outputs and example_value(node).ndim == 4]
     if not returned or chain[returned[-1]].op == "placeholder":
         return None
     try:
@@ -88,10 +88,10 @@ def _cache_of(attended: fx.Node, outputs: dict[fx.Node, int]) -> fx.Node | None:
 
 def _has_tokens_first(node: fx.Node, call: AttentionCall) -> bool:
     """Return whether dimension 1 of a node, and not dimension 2, has the size of the new tokens."""
-    if value(node).ndim != 4 or node.op == "placeholder" or origins.cat_parts(node):
+    if example_value(node).ndim != 4 or node.op == "placeholder" or origins.cat_parts(node):
         return False
-    first, second = map(expr, value(node).shape[1:3])
-    return bool(first == expr(value(call.query).shape[2]) != second)
+    first, second = map(expr, example_value(node).shape[1:3])
+    return bool(first == expr(example_value(call.query).shape[2]) != second)
 
 
 def transpose_caches(dynamo_gm: fx.GraphModule, names: Collection[str]) -> HeadsFirst:
@@ -101,7 +101,7 @@ def transpose_caches(dynamo_gm: fx.GraphModule, names: Collection[str]) -> Heads
     inputs, outputs, shown = dict[fx.Node, fx.Node](), dict[int, fx.Node](), list[fx.Node]()
     for node in [each for each in graph.nodes if each.name in names]:
         past, new = origins.cat_parts(node, 1) or (None, node)
-        if past is not None and value(past).ndim == 4 and past not in inputs:
+        if past is not None and example_value(past).ndim == 4 and past not in inputs:
             inputs[past] = _transpose_input(past)
         before = node.next if past is None else node
         transposed = splicing.emit_before(before, torch.transpose, new, 1, 2, like=node)
@@ -117,13 +117,13 @@ def transpose_caches(dynamo_gm: fx.GraphModule, names: Collection[str]) -> Heads
     for node in [*inputs.values(), *shown]:
         if not node.users:
             graph.erase_node(node)
-    holders = walk.placeholders(graph)
-    return HeadsFirst(copy, frozenset(map(holders.index, inputs)), frozenset(outputs))
+    placeholders = walk.placeholders(graph)
+    return HeadsFirst(copy, frozenset(map(placeholders.index, inputs)), frozenset(outputs))
 
 
 def _transpose_input(past: fx.Node) -> fx.Node:
     """Exchange dimensions 1 and 2 of a placeholder; return the node that its users then read."""
-    past.meta["example_value"] = tensors.propagate(torch.transpose, value(past), 1, 2)
+    past.meta["example_value"] = tensors.propagate(torch.transpose, example_value(past), 1, 2)
     first = next(node for node in past.graph.nodes if node.op != "placeholder")
     shown = splicing.emit_before(first, torch.transpose, past, 1, 2, like=next(iter(past.users)))
     _replace_uses(past, shown, shown)
@@ -144,7 +144,7 @@ def order_equations(dynamo_gm: fx.GraphModule) -> fx.GraphModule:
 
     Attention is read from equations in which rows and heads come first.
     """
-    if not any(known_name(node) == "einsum" for node in dynamo_gm.graph.nodes):
+    if not any(operator_name(node) == "einsum" for node in dynamo_gm.graph.nodes):
         return dynamo_gm
     copy, _ = fx_nodes.copy_graph_module(dynamo_gm)
     for node in list(copy.graph.nodes):

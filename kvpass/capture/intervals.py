@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx import op_table
-from kvpass.fx.walk import is_tensor, value
+from kvpass.fx.walk import example_value, is_tensor
 
 
 class Interval(NamedTuple):
@@ -33,7 +33,7 @@ FALSE, TRUE = Interval(0.0, 0.0), Interval(1.0, 1.0)
 
 def unknown_bounds(node: fx.Node) -> Interval:
     """Return the bounds of a tensor whose dtype alone is known."""
-    tensor = value(node)
+    tensor = example_value(node)
     if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:
         return Interval(0.0, 1.0)
     return Interval(-LARGE, LARGE)
@@ -41,12 +41,12 @@ def unknown_bounds(node: fx.Node) -> Interval:
 
 def has_rule(node: fx.Node) -> bool:
     """Return whether a node computes a tensor by an operator that has a rule."""
-    return op_table.known_name(node) in _RULES and is_tensor(node)
+    return op_table.operator_name(node) in _RULES and is_tensor(node)
 
 
 def evaluate(node: fx.Node, bounds_of: Callable[[fx.Node], Interval]) -> Interval:
     """Return the bounds of a node that has a rule, from those of its operands."""
-    rule = _RULES[op_table.known_name(node)]
+    rule = _RULES[op_table.operator_name(node)]
 
     def interval(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
@@ -69,7 +69,7 @@ def in_dtype(node: fx.Node, bounds: Interval) -> Interval:
     Integers wrap around, so a bound that the dtype cannot hold says nothing. A floating-point result may be rounded
     twice, so a bound that is not exact moves outwards by one step.
     """
-    dtype, (low, high) = value(node).dtype, bounds
+    dtype, (low, high) = example_value(node).dtype, bounds
     if dtype == torch.bool:
         return _truth(bounds)
     if math.isnan(low) or math.isnan(high):
@@ -97,7 +97,7 @@ def _round_towards(number: float, dtype: torch.dtype, towards: float) -> float:
 
 def _scalar(node: fx.Node, number: float) -> Interval:
     """Return the bounds of a number in the code, which the operation may convert to its tensors' dtype."""
-    dtypes = [value(parent).dtype for parent in node.all_input_nodes if is_tensor(parent)]
+    dtypes = [example_value(parent).dtype for parent in node.all_input_nodes if is_tensor(parent)]
     low = high = number
     for dtype in dtypes:
         if dtype.is_floating_point:
@@ -109,7 +109,7 @@ def _scalar(node: fx.Node, number: float) -> Interval:
 
 
 def _is_bool(node: fx.Node) -> bool:
-    return bool(value(node).dtype == torch.bool)
+    return bool(example_value(node).dtype == torch.bool)
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------

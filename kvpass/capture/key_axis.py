@@ -19,11 +19,11 @@ import torch.fx as fx
 
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, propagation, walk
-from kvpass.fx.shapes import LENGTH, Sizes, expr
-from kvpass.fx.walk import is_tensor, operand_of, value
+from kvpass.fx.shapes import LENGTH, SizeResolver, expr
+from kvpass.fx.walk import example_value, is_tensor, operand_of
 
 
-def key_index_aranges(nodes: Iterable[fx.Node], sizes: Sizes, window: int | None) -> list[fx.Node]:
+def key_index_aranges(nodes: Iterable[fx.Node], sizes: SizeResolver, window: int | None) -> list[fx.Node]:
     """Return the aranges that index the keys, past and new, from zero.
 
     Args:
@@ -33,17 +33,19 @@ def key_index_aranges(nodes: Iterable[fx.Node], sizes: Sizes, window: int | None
     aranges = [n for n in nodes if n.target is torch.arange and len(n.args) == 1]
     if window is None:
         return [n for n in aranges if sizes.is_total(n.args[0])]
-    fixed = [n for n in aranges if not sizes.grows(n.args[0]) and sizes.fixed_size(n.args[0]) == window + sizes.queries]
+    fixed = [
+        n for n in aranges if not sizes.grows(n.args[0]) and sizes.resolved_size(n.args[0]) == window + sizes.query_len
+    ]
     return [n for n in fixed if any(_adds_growing_size(user, sizes) for user in n.users)]
 
 
-def _adds_growing_size(node: fx.Node, sizes: Sizes) -> bool:
+def _adds_growing_size(node: fx.Node, sizes: SizeResolver) -> bool:
     """Return whether a node adds a size that grows with the cache."""
     growing = [arg for arg in node.args if walk.is_size(arg) and sizes.grows(arg)]
-    return bool(growing) and walk.name_of(node) in ("add", "iadd")
+    return bool(growing) and walk.target_name(node) in ("add", "iadd")
 
 
-def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: Sizes) -> dict[fx.Node, int]:
+def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: SizeResolver) -> dict[fx.Node, int]:
     """Return the inputs that may have an entry for every token, each with its dimension over the tokens.
 
     An input qualifies if it grows along exactly one dimension.  The users prove whether entries belong to tokens: a
@@ -52,7 +54,7 @@ def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: Sizes) 
     Args:
         actual: the value of each placeholder in this call.
     """
-    growing = {node: sizes.growing_dims(value(node)) for node in nodes if _is_input(node, actual)}
+    growing = {node: sizes.growing_dims(example_value(node)) for node in nodes if _is_input(node, actual)}
     return {node: dims[0] for node, dims in growing.items() if len(dims) == 1}
 
 
@@ -118,7 +120,12 @@ class KeyAxis:
     """The dependence on the keys of all tensors that a mask is computed from."""
 
     def __init__(
-        self, graph: fx.Graph, among: set[fx.Node], sizes: Sizes, context: MaskContext, key_features: dict[fx.Node, int]
+        self,
+        graph: fx.Graph,
+        among: set[fx.Node],
+        sizes: SizeResolver,
+        context: MaskContext,
+        key_features: dict[fx.Node, int],
     ) -> None:
         """
         Args:
@@ -129,27 +136,33 @@ class KeyAxis:
         self.first = sympy.Integer(0) if context.window is None else LENGTH - context.window  # index of the first key
         self.padding = {node for node in context.padding if node in among}
         entries = {node: axis for node, axis in context.inputs.items() if node in among}
-        entries |= {node: value(node).ndim - 1 for node in self.padding if sizes.growing_dims(value(node))}
-        integer_indices = [node for node in context.key_indices if op_table.holds_indices(value(node).dtype)]
+        entries |= {
+            node: example_value(node).ndim - 1 for node in self.padding if sizes.growing_dims(example_value(node))
+        }
+        integer_indices = [node for node in context.key_indices if op_table.holds_indices(example_value(node).dtype)]
         self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(integer_indices, sympy.Integer(0))
         roots = {**dict.fromkeys(context.key_indices, 0), **entries, **key_features}
         self.known = {node: KeyDependence("per_key", axis) for node, axis in roots.items()}
-        memory = alias.AliasSets(graph)
-        self._overwritten = {node for node in among if not among.issuperset(memory.writers(node))}
+        alias_sets = alias.AliasSets(graph)
+        self._overwritten = {node for node in among if not among.issuperset(alias_sets.writers(node))}
         for node in graph.nodes:
             if node in among and node not in self.known and not walk.is_size(node):
                 self.known[node] = self._follow(node)
                 self._record_offset(node)
 
-    def of(self, node: fx.Node) -> KeyDependence:
+    def follow(self, node: fx.Node) -> KeyDependence:
         """Return how a node depends on the keys."""
         return self.known.get(node, INDEPENDENT)
 
     def _follow(self, node: fx.Node) -> KeyDependence:
-        growing = self.sizes.growing_dims(value(node))
-        followers = [operand for operand in node.all_input_nodes if self.of(operand).is_on_keys]
+        growing = self.sizes.growing_dims(example_value(node))
+        followers = [operand for operand in node.all_input_nodes if self.follow(operand).is_on_keys]
         if not followers and not growing:
-            return INDEPENDENT_OF_PADDED if INDEPENDENT_OF_PADDED in map(self.of, node.all_input_nodes) else INDEPENDENT
+            return (
+                INDEPENDENT_OF_PADDED
+                if INDEPENDENT_OF_PADDED in map(self.follow, node.all_input_nodes)
+                else INDEPENDENT
+            )
         axis = self._growing_axis(node)
         if node in self._overwritten:  # a slice of it would lack what other nodes write
             return KeyDependence("needs_all_tokens", axis)
@@ -165,37 +178,37 @@ class KeyAxis:
 
     def _growing_axis(self, node: fx.Node) -> int | None:
         """Return the one dimension that grows, if it has an entry for every key."""
-        growing = self.sizes.growing_dims(value(node))
-        return growing[0] if len(growing) == 1 and self.sizes.is_total(value(node).shape[growing[0]]) else None
+        growing = self.sizes.growing_dims(example_value(node))
+        return growing[0] if len(growing) == 1 and self.sizes.is_total(example_value(node).shape[growing[0]]) else None
 
     def _propagate(self, node: fx.Node, followers: list[fx.Node]) -> int | None:
         """Return the dimension of the result at which the key axes of all operands meet, or None."""
-        axes = {operand: axis for operand in followers if (axis := self.of(operand).axis) is not None}
-        if len(axes) < len(followers) or any(self.of(operand).dependence == "padded" for operand in followers):
+        axes = {operand: axis for operand in followers if (axis := self.follow(operand).axis) is not None}
+        if len(axes) < len(followers) or any(self.follow(operand).dependence == "padded" for operand in followers):
             return None
         return propagation.common_dim(propagation.propagate_dim(node, operand, axis) for operand, axis in axes.items())
 
     def _expanded_dim(self, node: fx.Node) -> int | None:
         """Return the dimension along which a tensor that is equal for all keys is expanded to them, or None."""
-        if not op_table.is_a(node, "expands", "fills"):
+        if not op_table.has_tag(node, "expands", "fills"):
             return None
         axis, source = self._growing_axis(node), node.args[0] if node.args else None
-        if axis is None or not op_table.is_a(node, "expands") or not is_tensor(source):
+        if axis is None or not op_table.has_tag(node, "expands") or not is_tensor(source):
             return axis
-        source_dim = axis - value(node).ndim + value(source).ndim
-        return axis if source_dim < 0 or expr(value(source).shape[source_dim]) == 1 else None
+        source_dim = axis - example_value(node).ndim + example_value(source).ndim
+        return axis if source_dim < 0 or expr(example_value(source).shape[source_dim]) == 1 else None
 
     # -- lookups -------------------------------------------------------------------------------------------------------
 
     def _look_up(self, node: fx.Node, base: fx.Node, index_of_dim: dict[int, object]) -> KeyDependence | None:
         """Follow a lookup by an index that follows the keys, or of each key's own entry; else return None."""
         indices = {index for index in index_of_dim.values() if isinstance(index, fx.Node) and is_tensor(index)}
-        followers = [index for index in indices if self.of(index).is_on_keys]
-        following = {index: axis for index in followers if (axis := self.of(index).axis) is not None}
+        followers = [index for index in indices if self.follow(index).is_on_keys]
+        following = {index: axis for index in followers if (axis := self.follow(index).axis) is not None}
         if len(following) < len(followers):
             return None
         dim = propagation.common_dim(propagation.index_axis(node, index, axis) for index, axis in following.items())
-        base_keys = self.of(base)
+        base_keys = self.follow(base)
         if base_keys.dependence == "padded" and not following:
             return INDEPENDENT_OF_PADDED
         if not base_keys.is_on_keys or base_keys.dependence == "padded":
@@ -218,10 +231,14 @@ class KeyAxis:
     def _record_offset(self, node: fx.Node) -> None:
         """Record by how much a tensor exceeds the key index."""
         parents = [operand for operand in node.all_input_nodes if operand in self.offsets]
-        if len(parents) != 1 or self.of(node).dependence != "per_key" or not op_table.holds_indices(value(node).dtype):
+        if (
+            len(parents) != 1
+            or self.follow(node).dependence != "per_key"
+            or not op_table.holds_indices(example_value(node).dtype)
+        ):
             return
-        name, offset = op_table.known_name(node), self.offsets[parents[0]]
-        if op_table.is_a(node, "moves", "keeps"):
+        name, offset = op_table.operator_name(node), self.offsets[parents[0]]
+        if op_table.has_tag(node, "moves", "keeps"):
             self.offsets[node] = offset
         others = [arg for arg in node.args if arg is not parents[0]]
         if name in ("add", "iadd") and len(others) == 1 and not node.kwargs:
@@ -236,8 +253,8 @@ class KeyAxis:
         return self.sizes.in_length(argument) if isinstance(argument, int) or walk.is_size(argument) else None
 
 
-def is_lengthened(node: fx.Node, sizes: Sizes) -> bool:
+def is_lengthened(node: fx.Node, sizes: SizeResolver) -> bool:
     """Return whether a node pads a tensor that does not grow to the number of keys along its last dimension."""
-    if walk.name_of(node) != "pad" or not is_tensor(node) or not sizes.is_total(value(node).shape[-1]):
+    if walk.target_name(node) != "pad" or not is_tensor(node) or not sizes.is_total(example_value(node).shape[-1]):
         return False
-    return not sizes.growing_dims(value(operand_of(node)))
+    return not sizes.growing_dims(example_value(operand_of(node)))

@@ -22,7 +22,7 @@ from kvpass.capture.products import Unreadable, strip_expansion
 from kvpass.fx import op_table, splicing, walk
 from kvpass.fx.precision import FILLED, HIDDEN, accumulate_dtype
 from kvpass.fx.shapes import expr, same_shape
-from kvpass.fx.walk import is_tensor, value
+from kvpass.fx.walk import example_value, is_tensor
 
 IntLike = int | torch.SymInt
 Target = Callable[..., torch.Tensor] | str
@@ -102,23 +102,25 @@ class LogitChanges:
     def add(self, mask: fx.Node, logits: fx.Node, node: fx.Node, alpha: float = 1.0) -> None:
         """Record a mask that a node adds to logits, times `alpha`."""
         factor = alpha * self.factor
-        if value(mask).dtype == torch.bool:
+        if example_value(mask).dtype == torch.bool:
             mask = self.emit(operator.mul, mask, 1.0)
         mask = strip_expansion(mask)
         mask = mask if factor == 1.0 else self.emit(operator.mul, mask, factor)
-        dtype = self._rounding_dtype(value(node).dtype)
-        if value(mask).dtype != dtype and HALF & {value(mask).dtype, dtype}:
+        dtype = self._rounding_dtype(example_value(node).dtype)
+        if example_value(mask).dtype != dtype and HALF & {example_value(mask).dtype, dtype}:
             mask = self.emit("to", mask, dtype)
-        self._record(AddedMask(mask, value(node).shape, dtype), logits)
+        self._record(AddedMask(mask, example_value(node).shape, dtype), logits)
 
     def fill(self, logits: fx.Node, allowed: fx.Node, filling: object, node: fx.Node) -> None:
         """Record a number that a node fills in where logits are not allowed."""
-        number, dtype = self._hiding_number(filling, node), self._rounding_dtype(value(node).dtype)
-        self._record(FilledNumber(allowed, number, value(node).shape, dtype), logits)
+        number, dtype = self._hiding_number(filling, node), self._rounding_dtype(example_value(node).dtype)
+        self._record(FilledNumber(allowed, number, example_value(node).shape, dtype), logits)
 
     def clamp(self, bound: object, node: fx.Node) -> None:
         """Record a lower bound of the logits that is low enough to hide a token."""
-        self._changes.append(LowerBound(self._hiding_number(bound, node), self._rounding_dtype(value(node).dtype)))
+        self._changes.append(
+            LowerBound(self._hiding_number(bound, node), self._rounding_dtype(example_value(node).dtype))
+        )
 
     def _rounding_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype to which a sum is rounded on the way to the softmax, which decides what it absorbs.
@@ -126,16 +128,16 @@ class LogitChanges:
         A mask is in half precision if and only if the model's sums with it are; see `CachedAttention.unknown_queries`
         of `kvpass.cache.cached_attention`.
         """
-        later = [each for each in (*self.casts, value(self.softmax).dtype) if each in HALF]
+        later = [each for each in (*self.casts, example_value(self.softmax).dtype) if each in HALF]
         return later[-1] if later and dtype not in HALF else dtype
 
     def _record(self, change: AddedMask | FilledNumber, logits: fx.Node) -> None:
         """Record a change by a mask, of logits that must keep their shape."""
         if self.cap:
             raise Unreadable("the mask is applied before the cap")
-        if not same_shape(value(logits).shape, change.shape):
+        if not same_shape(example_value(logits).shape, change.shape):
             raise Unreadable("the mask has dimensions that the logits do not have")
-        if self.has_sink and expr(value(change.mask).shape[-1]) != expr(change.shape[-1]):
+        if self.has_sink and expr(example_value(change.mask).shape[-1]) != expr(change.shape[-1]):
             raise Unreadable("the mask and the logits without the sink differ in width")
         if self._follow_shift and (isinstance(change, FilledNumber) or _may_hide(change.mask)):
             raise Unreadable("the maximum of each row is subtracted between two masks: subtract it after both")
@@ -143,8 +145,8 @@ class LogitChanges:
 
     def _hiding_number(self, filling: object, node: fx.Node) -> float:
         """Return a filled-in number as the softmax sees it, and check that it hides its token."""
-        literal, dtype = op_table.constant(filling, self.dynamo_gm), value(node).dtype
-        if literal is None or (is_tensor(filling) and value(filling).numel() != 1):
+        literal, dtype = op_table.constant(filling, self.dynamo_gm), example_value(node).dtype
+        if literal is None or (is_tensor(filling) and example_value(filling).numel() != 1):
             raise Unreadable("the fill value must be a literal number in the code")
         filled = torch.tensor(literal, dtype=torch.float64).to(dtype)
         number = float((filled.double() * self.factor).to(dtype))
@@ -221,7 +223,7 @@ class LogitChanges:
 
     def _absorbs(self, number: float, dtype: torch.dtype | None = None) -> bool:
         """Return whether adding ordinary logits leaves a number unchanged in a dtype, by default the softmax's."""
-        eps = torch.finfo(dtype or accumulate_dtype(value(self.softmax).dtype)).eps
+        eps = torch.finfo(dtype or accumulate_dtype(example_value(self.softmax).dtype)).eps
         return number * eps <= -63 if dtype else number * eps <= -64  # the lowest number of float16 absorbs
 
     def _check_absorbs(self, number: float, half: torch.dtype | None) -> float:
@@ -231,7 +233,7 @@ class LogitChanges:
 
     def _in_holding_dtype(self, mask: fx.Node, number: float) -> fx.Node:
         """Return a mask in a dtype that can hold a number."""
-        dtype = value(mask).dtype
+        dtype = example_value(mask).dtype
         holds = dtype.is_floating_point and (number == -math.inf or number >= torch.finfo(dtype).min)
         return mask if holds else self.emit("float", mask)
 
@@ -246,10 +248,10 @@ class LogitChanges:
 
         `sizes` are B and Hq.
         """
-        ndim = value(mask).ndim
+        ndim = example_value(mask).ndim
         if ndim < len(shape):  # aligned from the right, as in any broadcasting
             mask = self.emit(operator.getitem, mask, (*[None] * (len(shape) - ndim), Ellipsis))
-        mask_sizes, logit_sizes = value(mask).shape[:-2], shape[:-2]
+        mask_sizes, logit_sizes = example_value(mask).shape[:-2], shape[:-2]
         if all(expr(size) == 1 for size in mask_sizes):
             subscript = (*[0] * len(mask_sizes), None, None, Ellipsis)
             return mask if len(mask_sizes) == 2 else self.emit(operator.getitem, mask, subscript)
@@ -261,7 +263,9 @@ class LogitChanges:
             heads = [int(size) for size in logit_sizes[1:]]
             expanded = self.emit("expand", mask, -1, *heads, -1, -1)
             return self.emit(torch.flatten, expanded, 1, 2)
-        raise Unreadable(f"a mask of shape {list(value(mask).shape)} does not match the rows and heads of the logits")
+        raise Unreadable(
+            f"a mask of shape {list(example_value(mask).shape)} does not match the rows and heads of the logits"
+        )
 
     def emit(self, target: Target, *args: object) -> fx.Node:
         """Add a node before the softmax."""
@@ -278,9 +282,11 @@ def _only_hide(changes: list[Change]) -> bool:
 
 def _may_hide(mask: fx.Node) -> bool:
     """Return whether a bias may be a mask: made with a large number, or from an input of attention's size."""
-    sizes = [node for node in mask.graph.nodes if walk.is_size(node) or isinstance(value(node), torch.Size)]
+    sizes = [node for node in mask.graph.nodes if walk.is_size(node) or isinstance(example_value(node), torch.Size)]
     sources = walk.ancestors(mask, sizes)
     arguments = op_table.leaves([[node.args, node.kwargs] for node in sources])
     numbers = [each for each in arguments if isinstance(each, (int, float)) and not isinstance(each, bool)]
     has_large = any(abs(number) >= -HIDDEN for number in numbers)
-    return has_large or any(node.op == "placeholder" and is_tensor(node) and value(node).ndim > 2 for node in sources)
+    return has_large or any(
+        node.op == "placeholder" and is_tensor(node) and example_value(node).ndim > 2 for node in sources
+    )

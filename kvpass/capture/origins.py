@@ -34,9 +34,9 @@ from kvpass.capture.products import is_as_wide
 from kvpass.capture.rotary import follow_to
 from kvpass.fx import alias, op_table, propagation, shapes, walk
 from kvpass.fx.alias import AliasSets
-from kvpass.fx.op_table import is_a, known_name, tagged
+from kvpass.fx.op_table import has_tag, operator_name, tagged
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import is_tensor, name_of, value
+from kvpass.fx.walk import example_value, is_tensor, target_name
 from kvpass.torch_private import dynamo, symbolic_shapes
 
 
@@ -55,13 +55,13 @@ class OutsideKeys:
 
     Attributes:
         index, dim: of the input among the arguments, and of the keys in its shape.
-        queries: q, as a size of the graph.
+        query_len: q, as a size of the graph.
         line: the source line of the attention call.
     """
 
     index: int
     dim: int
-    queries: Any
+    query_len: Any
     line: str
 
 
@@ -71,26 +71,26 @@ class CacheRefused(Exception):
 
 def cat_parts(node: fx.Node, along: int = 2) -> tuple[fx.Node, fx.Node] | None:
     """Return the past and the new tokens of a concatenation that grows a cache along a dimension, or None."""
-    if known_name(node) not in ("cat", "concat") or not is_tensor(node):
+    if operator_name(node) not in ("cat", "concat") or not is_tensor(node):
         return None
     args = op_table.named_arguments(node)
     tensors, dim = args["tensors"], args.get("dim", 0)
-    if len(tensors) != 2 or value(node).ndim != 4 or dim not in (along, along - 4):
+    if len(tensors) != 2 or example_value(node).ndim != 4 or dim not in (along, along - 4):
         return None
     past, new = tensors
-    is_past = past.op == "placeholder" or value(past).ndim == 1
+    is_past = past.op == "placeholder" or example_value(past).ndim == 1
     return (past, new) if is_past else None
 
 
 def origin_of(attended: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
     """Follow a key or value back to its cache, and check that heads, tokens and features are the cache's."""
-    chain = walk.chain(attended, lambda each: is_a(each, "moves", "keeps"))
+    chain = walk.chain(attended, lambda each: has_tag(each, "moves", "keeps"))
     parts, node = cat_parts(chain[-1]), chain[-1]
     if parts is None:
-        returned = [each for each in chain if each in outputs and value(each).ndim == 4]
+        returned = [each for each in chain if each in outputs and example_value(each).ndim == 4]
         if not returned:
             raise CacheRefused(
-                f"its key or value comes from {walk.name_of(node)!r} ({walk.source_line(node)}), which is no "
+                f"its key or value comes from {walk.target_name(node)!r} ({walk.source_line(node)}), which is no "
                 "concatenation with the past, and is not computed from one cached pair"
             )
         node = returned[-1]
@@ -100,15 +100,18 @@ def origin_of(attended: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
         _check_order(attended, node)
         return Origin(node, None, node)
     past, new = parts
-    if value(node).dtype != value(new).dtype and not is_as_wide(value(node).dtype, value(new).dtype):
-        raise CacheRefused(f"{value(new).dtype} is cached as {value(node).dtype}, which loses digits")
-    empty = value(past).ndim != 4 or expr(value(past).shape[2]) == 0
+    if example_value(node).dtype != example_value(new).dtype and not is_as_wide(
+        example_value(node).dtype, example_value(new).dtype
+    ):
+        raise CacheRefused(f"{example_value(new).dtype} is cached as {example_value(node).dtype}, which loses digits")
+    empty = example_value(past).ndim != 4 or expr(example_value(past).shape[2]) == 0
     if empty or past.op != "placeholder":
         return Origin(node, None, new)
-    if value(past).dtype != value(node).dtype:
+    cached, grown = example_value(past).dtype, example_value(node).dtype
+    if cached != grown:
         raise CacheRefused(
-            f"the cache holds {value(past).dtype} and the new tokens are {value(new).dtype}, which makes the whole "
-            f"cache {value(node).dtype}: begin with a new prompt after a change of the model's dtype"
+            f"the cache holds {cached} and the new tokens are {example_value(new).dtype}, which makes the whole cache "
+            f"{grown}: begin with a new prompt after a change of the model's dtype"
         )
     return Origin(node, past, new)
 
@@ -120,10 +123,12 @@ def _check_takes_all(node: fx.Node, grown: fx.Node, copies: float) -> None:
     comparison, so the recorded size tells it for all lengths that the graph serves.  `copies` is the number of elements
     of the result for each element of the cache, at small sizes.
     """
-    size, whole = value(node).numel(), value(grown).numel()
+    size, whole = example_value(node).numel(), example_value(grown).numel()
     if copies.is_integer() and symbolic_shapes.known_equal(size, whole * int(copies)):
         return
-    raise CacheRefused(f"{known_name(node)!r} at {walk.source_line(node)} selects a part of the cached keys or values")
+    raise CacheRefused(
+        f"{operator_name(node)!r} at {walk.source_line(node)} selects a part of the cached keys or values"
+    )
 
 
 def check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node], along: int = 2) -> None:
@@ -138,21 +143,21 @@ def check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node], along: 
     small = propagation.SmallSizes([*chain, grown])
     shape = small.shape(grown)
     numbered = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
-    dtype, moved = value(grown).dtype, numbered
+    dtype, moved = example_value(grown).dtype, numbered
     for node in reversed(chain):
-        if not value(node).dtype == dtype and not is_as_wide(value(node).dtype, dtype):
-            raise CacheRefused(f"attention reads the {dtype} cache in {value(node).dtype}, which loses digits")
+        if not example_value(node).dtype == dtype and not is_as_wide(example_value(node).dtype, dtype):
+            raise CacheRefused(f"attention reads the {dtype} cache in {example_value(node).dtype}, which loses digits")
         try:
-            moved = small.run(node, {node.all_input_nodes[0]: moved}) if is_a(node, "moves") else moved
+            moved = small.run(node, {node.all_input_nodes[0]: moved}) if has_tag(node, "moves") else moved
         except (RuntimeError, TypeError, IndexError):
             line = walk.source_line(node)
-            raise CacheRefused(f"{line}: {known_name(node)!r} on keys or values is not supported") from None
+            raise CacheRefused(f"{line}: {operator_name(node)!r} on keys or values is not supported") from None
         _check_takes_all(node, grown, moved.numel() / numbered.numel())
     cached = numbered.transpose(along, 2)
     rows, _, tokens, features = cached.shape
     if moved.shape[-2:] != (tokens, features) or moved.numel() % numbered.numel():
         raise CacheRefused(
-            f"keys or values of shape {tuple(value(grown).shape)} are cached, attention reads others: {_LAYOUT}"
+            f"keys or values of shape {tuple(example_value(grown).shape)} are cached, attention reads others: {_LAYOUT}"
         )
     groups = moved.numel() // numbered.numel()
     if not torch.equal(moved.reshape(rows, -1, tokens, features), cached.repeat_interleave(groups, 1)):
@@ -168,17 +173,17 @@ def _check_order(attended: fx.Node, grown: fx.Node) -> None:
     Numbered elements cannot show that.  Where both dimensions may be the tokens, the second one is taken; a step in
     which the first one grows is refused.
     """
-    if list(map(expr, value(grown).shape[1:3])) != [1, 1]:
+    if list(map(expr, example_value(grown).shape[1:3])) != [1, 1]:
         return
     heads, tokens = (follow_to(grown, dim, attended) for dim in (1, 2))
-    if heads == value(attended).ndim - 2 != tokens:
+    if heads == example_value(attended).ndim - 2 != tokens:
         raise CacheRefused("attention reads dimension 1 of what is cached as tokens")
 
 
 DOES_NOT_GROW = "its keys and values do not grow: they are computed from other inputs than its queries"
 
 
-def queries_of(calls: list[AttentionCall], memory: AliasSets) -> dict[fx.Node, fx.Node]:
+def queries_of(calls: list[AttentionCall], alias_sets: AliasSets) -> dict[fx.Node, fx.Node]:
     """Map the results of each attention call to its query, if the query depends on inputs.
 
     A query of parameters alone, as in attention over layers, is left out: there the tokens arrive as keys and values.
@@ -186,21 +191,21 @@ def queries_of(calls: list[AttentionCall], memory: AliasSets) -> dict[fx.Node, f
     return {
         result: call.query
         for call in calls
-        if _call_inputs(alias.ancestors_with_writes([call.query], reader=call.node, memory=memory))
+        if _call_inputs(alias.ancestors_with_writes([call.query], reader=call.node, alias_sets=alias_sets))
         for result in call.results
     }
 
 
-def is_cross_attention(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], memory: AliasSets) -> bool:
+def is_cross_attention(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], alias_sets: AliasSets) -> bool:
     """Return whether no input of the query's tokens takes part in any key or value: these never grow.
 
     In later layers a query also depends on earlier attention outputs.  Its tokens are found along their `queries`.
     """
     query_inputs = _call_inputs(
-        alias.ancestors_with_writes([call.query], reader=call.node, through=queries, memory=memory)
+        alias.ancestors_with_writes([call.query], reader=call.node, through=queries, alias_sets=alias_sets)
     )
     kv_inputs = (  # keys that share an input with the query end the search, which goes through all layers before
-        _call_inputs(alias.ancestors_with_writes([node], reader=call.node, memory=memory))
+        _call_inputs(alias.ancestors_with_writes([node], reader=call.node, alias_sets=alias_sets))
         for node in (call.key, call.value)
     )
     return bool(query_inputs) and all(inputs and query_inputs.isdisjoint(inputs) for inputs in kv_inputs)
@@ -221,8 +226,8 @@ def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
     if not (_is_input(call.key) and _is_input(call.value)):
         return None
     computes_states = tagged("projects", "contracts")
-    made_here = any(walk.name_of(node) in computes_states for node in walk.ancestors(call.query, ends))
-    if made_here or expr(value(call.query).shape[-2]) == expr(value(call.key).shape[-2]):
+    made_here = any(walk.target_name(node) in computes_states for node in walk.ancestors(call.query, ends))
+    if made_here or expr(example_value(call.query).shape[-2]) == expr(example_value(call.key).shape[-2]):
         return None
     return (
         "its queries, keys and values all come from outside of the graph: a graph break, or a function that runs "
@@ -235,17 +240,17 @@ def outside_keys(call: AttentionCall) -> list[OutsideKeys]:
 
     There are none with as many keys as queries, as in an encoder.
     """
-    count, queries = expr(value(call.key).shape[-2]), value(call.query).shape[-2]
+    count, queries = expr(example_value(call.key).shape[-2]), example_value(call.query).shape[-2]
     sources = dict.fromkeys(source for node in (call.key, call.value) for source in _source_inputs(node))
     indices, line = {node: i for i, node in enumerate(walk.placeholders(call.node.graph))}, walk.source_line(call.node)
-    dims = {node: [d for d, size in enumerate(value(node).shape) if expr(size) == count] for node in sources}
+    dims = {node: [d for d, size in enumerate(example_value(node).shape) if expr(size) == count] for node in sources}
     found = [OutsideKeys(indices[node], of_node[-1], queries, line) for node, of_node in dims.items() if of_node]
     return [] if count == expr(queries) else found
 
 
 def _is_input(node: fx.Node) -> bool:
     """Return whether a tensor is an input or a view of one."""
-    return walk.chain(node, lambda each: is_a(each, "moves", "keeps"))[-1].op == "placeholder"
+    return walk.chain(node, lambda each: has_tag(each, "moves", "keeps"))[-1].op == "placeholder"
 
 
 _MIXING = tagged("projects", "contracts", "normalizes") | {
@@ -260,7 +265,7 @@ def unread_caches(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
     found = []
     for node in dict.fromkeys(node for node in others if node.op != "placeholder"):
         sources = _source_inputs(node)
-        if any(shapes.same_shape(value(node).shape, value(source).shape) for source in sources):
+        if any(shapes.same_shape(example_value(node).shape, example_value(source).shape) for source in sources):
             continue
         past = next((source for source in sources if _is_longer(node, source)), None)
         if past is not None:
@@ -278,7 +283,7 @@ def is_fixed_size_update(node: fx.Node) -> bool:
     """Return whether a tensor is an input of the same shape with some elements replaced: a cache of fixed size."""
     parents = node.all_input_nodes if _is_state(node) and node.op != "placeholder" else []
     return any(
-        shapes.same_shape(value(node).shape, value(source).shape)
+        shapes.same_shape(example_value(node).shape, example_value(source).shape)
         for parent in parents
         for source in _source_inputs(parent)
     )
@@ -287,25 +292,25 @@ def is_fixed_size_update(node: fx.Node) -> bool:
 def since_projection(nodes: Iterable[fx.Node], results: set[fx.Node]) -> set[fx.Node]:
     """Return the ancestors of keys and values, ending at linear layers and attention outputs."""
     ends = tagged("projects") | {"layer_norm"}
-    return set(walk.reach(nodes, lambda each: [] if name_of(each) in ends else each.all_input_nodes, results))
+    return set(walk.reach(nodes, lambda each: [] if target_name(each) in ends else each.all_input_nodes, results))
 
 
 def _source_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs of at least three dimensions that a tensor rearranges or selects from."""
-    sources = walk.reach([node], lambda each: () if name_of(each) in _MIXING else each.all_input_nodes)
+    sources = walk.reach([node], lambda each: () if target_name(each) in _MIXING else each.all_input_nodes)
     return [source for source in sources if source.op == "placeholder" and _is_state(source)]
 
 
 def _is_state(node: object) -> bool:
     """Return whether a node is a floating-point tensor of at least three dimensions, and no parameter."""
-    if not is_tensor(node) or isinstance(value(node), torch.nn.Parameter):
+    if not is_tensor(node) or isinstance(example_value(node), torch.nn.Parameter):
         return False
-    return bool(value(node).ndim >= 3 and value(node).is_floating_point())
+    return bool(example_value(node).ndim >= 3 and example_value(node).is_floating_point())
 
 
 def _is_longer(node: fx.Node, past: fx.Node) -> bool:
     """Return whether a tensor has the shape of another except for one dimension, which is longer."""
-    shape, past_shape = value(node).shape, value(past).shape
+    shape, past_shape = example_value(node).shape, example_value(past).shape
     if len(shape) != len(past_shape):
         return False
     diffs = [sympy.simplify(expr(a) - expr(b)) for a, b in zip(shape, past_shape, strict=True) if expr(a) != expr(b)]

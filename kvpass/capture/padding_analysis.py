@@ -20,7 +20,7 @@ from kvpass.capture.intervals import FALSE, Interval, evaluate, has_rule, in_dty
 from kvpass.fx import alias, op_table, propagation, walk
 from kvpass.fx.precision import HIDDEN
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import is_tensor, value
+from kvpass.fx.walk import example_value, is_tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,10 @@ def hiding_inputs(gm: fx.GraphModule, mask: fx.Node | None, step: bool) -> list[
     if alias.writers_to(computed_from):  # a later write changes what the node's operation computed
         return []
     order = [node for node in gm.graph.nodes if node in computed_from]
-    inputs = [node for node in order if node.op == "placeholder" and is_tensor(node) and value(node).ndim in (1, 2)]
-    candidates = [node for node in inputs if not isinstance(value(node), torch.nn.Parameter)]
+    inputs = [
+        node for node in order if node.op == "placeholder" and is_tensor(node) and example_value(node).ndim in (1, 2)
+    ]
+    candidates = [node for node in inputs if not isinstance(example_value(node), torch.nn.Parameter)]
     return [node for node in candidates if _zero_hides(order, mask, node, step)]
 
 
@@ -75,25 +77,27 @@ def _zero_hides(order: list[fx.Node], mask: fx.Node, candidate: fx.Node, step: b
         if not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)
     relevant = dependent.union(*(node.all_input_nodes for node in dependent)) | _indices(order)
-    row_dim = None if value(candidate).ndim == 1 or expr(value(candidate).shape[0]) == 1 else 0
+    row_dim = None if example_value(candidate).ndim == 1 or expr(example_value(candidate).shape[0]) == 1 else 0
     evaluation = _Evaluation(candidate, row_dim, step)
     for node in order:
         if node in relevant:
             evaluation.add(node)
     mask_bounds = evaluation.bounds[mask]
-    if row_dim is not None and (mask_bounds.row_dim != 0 or value(mask).ndim != 4):
+    if row_dim is not None and (mask_bounds.row_dim != 0 or example_value(mask).ndim != 4):
         return False
-    bounds = mask_bounds.at_token.get(value(mask).ndim - 1)
-    return bounds is not None and bounds.high <= (0.0 if value(mask).dtype == torch.bool else HIDDEN)
+    bounds = mask_bounds.at_token.get(example_value(mask).ndim - 1)
+    return bounds is not None and bounds.high <= (0.0 if example_value(mask).dtype == torch.bool else HIDDEN)
 
 
 def _indices(order: list[fx.Node]) -> set[fx.Node]:
     """Return the tensors of integers and bools that depend on aranges."""
     counting: set[fx.Node] = set()
     for node in order:
-        if op_table.known_name(node) == "arange" or (is_tensor(node) and not counting.isdisjoint(node.all_input_nodes)):
+        if op_table.operator_name(node) == "arange" or (
+            is_tensor(node) and not counting.isdisjoint(node.all_input_nodes)
+        ):
             counting.add(node)
-    return {node for node in counting if is_tensor(node) and not value(node).is_floating_point()}
+    return {node for node in counting if is_tensor(node) and not example_value(node).is_floating_point()}
 
 
 class _Evaluation:
@@ -106,7 +110,7 @@ class _Evaluation:
 
     def __init__(self, candidate: fx.Node, row_dim: int | None, step: bool) -> None:
         self.step, self.axes = step, dict[fx.Node, int]()
-        at_token = {value(candidate).ndim - 1: FALSE}
+        at_token = {example_value(candidate).ndim - 1: FALSE}
         self.bounds = {candidate: TensorBounds(unknown_bounds(candidate), at_token, row_dim)}
 
     def add(self, node: fx.Node) -> None:
@@ -123,8 +127,8 @@ class _Evaluation:
         In a step they may start at a size, for a layer that stores its last tokens only.  `KeyAxis` proves that this
         size is the index of the first of them.
         """
-        name = op_table.known_name(node)
-        if is_tensor(node) and not op_table.holds_indices(value(node).dtype):
+        name = op_table.operator_name(node)
+        if is_tensor(node) and not op_table.holds_indices(example_value(node).dtype):
             return None
         if name == "arange":
             start = node.args[0] if len(node.args) == 2 else 0
@@ -132,7 +136,7 @@ class _Evaluation:
         parents = [parent for parent in node.all_input_nodes if is_tensor(parent)]
         if len(parents) != 1 or parents[0] not in self.axes or not is_tensor(node):
             return None
-        if not op_table.is_a(node, "moves", "keeps") and not (name == "add" and self._adds_offset(node)):
+        if not op_table.has_tag(node, "moves", "keeps") and not (name == "add" and self._adds_offset(node)):
             return None
         return propagation.propagate_dim(node, parents[0], self.axes[parents[0]])
 
@@ -148,7 +152,7 @@ class _Evaluation:
         if (lookup := propagation.lookup(node)) is not None:
             base, indices = lookup
             return TensorBounds(unknown, self._at_token(base, lambda dim: self._entry_axis(node, indices.get(dim))))
-        if op_table.is_a(node, "moves"):
+        if op_table.has_tag(node, "moves"):
             source = node.args[0] if node.args else None
             if not isinstance(source, fx.Node) or source not in self.bounds:
                 return TensorBounds(unknown, {})

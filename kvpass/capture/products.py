@@ -6,9 +6,9 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx import alias, op_table, propagation, splicing, walk
-from kvpass.fx.op_table import is_a, known_name
+from kvpass.fx.op_table import has_tag, operator_name
 from kvpass.fx.shapes import same_shape
-from kvpass.fx.walk import is_tensor, name_of, operand_of, value
+from kvpass.fx.walk import example_value, is_tensor, operand_of, target_name
 
 
 class Unreadable(Exception):
@@ -22,13 +22,13 @@ def is_as_wide(dtype: torch.dtype, than: torch.dtype) -> bool:
 
 def same_last_two(node: fx.Node) -> bool:
     """Return whether a view keeps the last two dimensions."""
-    before, after = value(operand_of(node)).shape, value(node).shape
+    before, after = example_value(operand_of(node)).shape, example_value(node).shape
     return len(after) > 2 and same_shape(before[-2:], after[-2:])
 
 
 def only_splits_heads(node: fx.Node) -> bool:
     """Return whether a node only splits rows and heads into other dimensions."""
-    return is_a(node, "reshapes") and same_last_two(node)
+    return has_tag(node, "reshapes") and same_last_two(node)
 
 
 def is_last(dim: object, tensor: torch.Tensor) -> bool:
@@ -71,16 +71,16 @@ def is_from_product(node: fx.Node) -> bool:
     products = op_table.tagged("batched")
 
     def following(each: fx.Node) -> list[fx.Node]:
-        ends = name_of(each) in products or name_of(each) == "linear"
-        return [] if ends else [arg for arg in each.all_input_nodes if is_tensor(arg) and value(arg).ndim >= 3]
+        ends = target_name(each) in products or target_name(each) == "linear"
+        return [] if ends else [arg for arg in each.all_input_nodes if is_tensor(arg) and example_value(arg).ndim >= 3]
 
-    found = [each for each in walk.reach([node], following) if name_of(each) in products]
-    return any(all(value(arg).ndim >= 3 for arg in product.all_input_nodes) for product in found)
+    found = [each for each in walk.reach([node], following) if target_name(each) in products]
+    return any(all(example_value(arg).ndim >= 3 for arg in product.all_input_nodes) for product in found)
 
 
 def logit_operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, float]:
     """Return the query, the key [..., S, D], the bias, and the factor of a product of queries and keys."""
-    if known_name(product) == "baddbmm":
+    if operator_name(product) == "baddbmm":
         args = op_table.named_arguments(product)
         if required_number(args.get("beta", 1)) != 1:
             raise Unreadable("its bias is multiplied by a number")
@@ -92,9 +92,9 @@ def logit_operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, 
 
 def check_groups(product: fx.Node) -> None:
     """Check that heads in two dimensions have the queries of one KV head along the second."""
-    if value(product).ndim != 5:
+    if example_value(product).ndim != 5:
         return
-    first, second = (value(required_tensor(each)).shape for each in product.args[:2])
+    first, second = (example_value(required_tensor(each)).shape for each in product.args[:2])
     if len(first) != 5 or len(second) != 5 or not same_shape(first[:2], second[:2]):
         raise Unreadable("keys or values must be [B, Hkv, 1, ...] for queries [B, Hkv, Hq / Hkv, ...]")
 
@@ -102,8 +102,8 @@ def check_groups(product: fx.Node) -> None:
 def _strip_transpose(keys: object) -> fx.Node:
     """Return x of x.transpose(-1, -2), or x.permute(0, 2, 1, 3) of x.permute(0, 2, 3, 1)."""
     node = required_tensor(keys)
-    node = walk.chain(node, lambda each: known_name(each) in ("contiguous", "clone") or only_splits_heads(each))[-1]
-    if is_tensor(node.args[0]) and known_name(node) == "permute" and not propagation.swaps_last_two(node):
+    node = walk.chain(node, lambda each: operator_name(each) in ("contiguous", "clone") or only_splits_heads(each))[-1]
+    if is_tensor(node.args[0]) and operator_name(node) == "permute" and not propagation.swaps_last_two(node):
         *dims, dim, last = op_table.leaves(node.args[1:])
         return splicing.emit_before(node, torch.permute, node.args[0], (*dims, last, dim))
     if not is_tensor(node.args[0]) or not propagation.swaps_last_two(node):
@@ -113,9 +113,11 @@ def _strip_transpose(keys: object) -> fx.Node:
 
 def query_by_head(query: fx.Node) -> fx.Node:
     """Return the query [B, Hq, q, D] before its rows and heads were joined."""
-    while value(query).ndim != 4:
-        widens = is_a(query, "casts") and is_as_wide(value(query).dtype, value(operand_of(query)).dtype)
-        if not (widens or only_splits_heads(query) or known_name(query) in ("contiguous", "clone")):
+    while example_value(query).ndim != 4:
+        widens = has_tag(query, "casts") and is_as_wide(
+            example_value(query).dtype, example_value(operand_of(query)).dtype
+        )
+        if not (widens or only_splits_heads(query) or operator_name(query) in ("contiguous", "clone")):
             raise Unreadable("its queries must be [B, Hq, q, D], possibly with rows and heads joined")
         query = required_tensor(query.args[0])
     return query
@@ -123,9 +125,9 @@ def query_by_head(query: fx.Node) -> fx.Node:
 
 def output_by_head(product: fx.Node) -> fx.Node:
     """Return the output [B, Hq, q, Dv], with rows and heads apart."""
-    if value(product).ndim == 4:
+    if example_value(product).ndim == 4:
         return product
-    views = [user for user in product.users if is_a(user, "reshapes") and value(user).ndim == 4]
+    views = [user for user in product.users if has_tag(user, "reshapes") and example_value(user).ndim == 4]
     if len(views) != 1 or len(product.users) != 1 or not same_last_two(views[0]):
         raise Unreadable("its rows and heads are not split to [B, Hq, q, Dv]")
     return views[0]
@@ -133,19 +135,19 @@ def output_by_head(product: fx.Node) -> fx.Node:
 
 def is_maximum(node: fx.Node, logits: fx.Node) -> bool:
     """Return whether a node is the maximum of each row of the logits."""
-    node = walk.chain(node, lambda each: known_name(each) in ("detach", "contiguous"))[-1]
-    if known_name(node) == "getitem" and node.args[1] == 0 and known_name(operand_of(node)) == "max":
+    node = walk.chain(node, lambda each: operator_name(each) in ("detach", "contiguous"))[-1]
+    if operator_name(node) == "getitem" and node.args[1] == 0 and operator_name(operand_of(node)) == "max":
         node = operand_of(node)
     args = op_table.named_arguments(node)
-    of_row = known_name(node) in ("max", "amax") and args.get("input") is logits and args.get("keepdim")
-    return bool(of_row) and is_last(args.get("dim"), value(logits))
+    of_row = operator_name(node) in ("max", "amax") and args.get("input") is logits and args.get("keepdim")
+    return bool(of_row) and is_last(args.get("dim"), example_value(logits))
 
 
 def strip_expansion(mask: fx.Node) -> fx.Node:
     """Return a mask without its expansion to the shape of logits, which broadcasting repeats."""
 
     def is_expansion(node: fx.Node) -> bool:
-        return known_name(node) == "expand_as" and is_from_product(required_tensor(node.args[1]))
+        return operator_name(node) == "expand_as" and is_from_product(required_tensor(node.args[1]))
 
     return walk.chain(mask, is_expansion)[-1]
 
@@ -158,6 +160,6 @@ def written_tensor(node: fx.Node) -> fx.Node:
 def is_log_sum_exp(node: fx.Node) -> bool:
     """Return whether a node is the log-sum-exp of [B, Hq, q, S] over its last dimension."""
     args = op_table.named_arguments(node)
-    if known_name(node) != "logsumexp" or value(args["input"]).ndim != 4:
+    if operator_name(node) != "logsumexp" or example_value(args["input"]).ndim != 4:
         return False
-    return is_last(args.get("dim"), value(args["input"]))
+    return is_last(args.get("dim"), example_value(args["input"]))

@@ -23,7 +23,7 @@ def key_projection_indices(site: AttentionSite) -> tuple[int, ...]:
         return [parent for parent in node.all_input_nodes if dynamo.is_of_module(parent)]
 
     def following(node: fx.Node) -> list[fx.Node]:
-        if any(walk.value(parent).ndim > 1 for parent in of_module(node)):
+        if any(walk.example_value(parent).ndim > 1 for parent in of_module(node)):
             return []  # inputs of a projection come from other layers
         return [parent for parent in node.all_input_nodes if not dynamo.is_of_module(parent)]
 
@@ -37,21 +37,21 @@ def output_projection_index(site: AttentionSite) -> int | None:
     part of the output meets its own columns of the weight.
     """
     chain = [site.call]
-    while (user := _only_user(chain[-1])) is not None and op_table.is_a(user, "moves", "keeps"):
+    while (user := _only_user(chain[-1])) is not None and op_table.has_tag(user, "moves", "keeps"):
         chain.append(user)
-    if user is None or walk.name_of(user) != "linear" or user.args[:1] != (chain[-1],):
+    if user is None or walk.target_name(user) != "linear" or user.args[:1] != (chain[-1],):
         return None
     small = propagation.SmallSizes(chain)
     numbered = torch.arange(math.prod(small.shape(site.call))).view(small.shape(site.call))
     wanted, moved = numbered.transpose(1, 2).flatten(2), numbered
     for source, node in itertools.pairwise(chain):
         try:
-            moved = small.run(node, {source: moved}) if op_table.is_a(node, "moves") else moved
+            moved = small.run(node, {source: moved}) if op_table.has_tag(node, "moves") else moved
         except (RuntimeError, TypeError, IndexError):
             return None
-    weight, holders = [*user.args, *user.kwargs.values()][1], walk.placeholders(site.call.graph)
+    weight, placeholders = [*user.args, *user.kwargs.values()][1], walk.placeholders(site.call.graph)
     proven = moved.shape[-1] == wanted.shape[-1] and torch.equal(moved.flatten(), wanted.flatten())
-    return holders.index(weight) if proven and isinstance(weight, fx.Node) and weight in holders else None
+    return placeholders.index(weight) if proven and isinstance(weight, fx.Node) and weight in placeholders else None
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

@@ -12,9 +12,9 @@ import torch.fx as fx
 from kvpass.capture import canonical, decomposed_attention
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import alias, op_table, propagation, shapes, walk
-from kvpass.fx.op_table import is_a
+from kvpass.fx.op_table import has_tag
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import ancestors, is_tensor, value
+from kvpass.fx.walk import ancestors, example_value, is_tensor
 from kvpass.torch_private import dynamo
 
 QUERY_ROTATED_BY_OTHERS = "the query is not rotated by the positions that rotate the key"
@@ -42,27 +42,31 @@ class Rotary:
         With one token, [q, 1] looks like [1, q], and [1, q, 1] always looks as if it had rows.  So the first dimension
         of the positions is followed to the key.
         """
-        position, queries = value(self.position), expr(value(site.query).shape[2])
+        position, queries = example_value(self.position), expr(example_value(site.query).shape[2])
         if position.ndim == 1:
-            return site.mask is not None and value(site.mask).ndim == 4 and expr(value(site.mask).shape[0]) != 1
+            return (
+                site.mask is not None
+                and example_value(site.mask).ndim == 4
+                and expr(example_value(site.mask).shape[0]) != 1
+            )
         if sympy.simplify(expr(position.numel()) - queries) != 0:
             return False
         return bool(expr(position.shape[0]) != 1) or not rows_come_first(self.position, site.key, {self.raw})
 
     def counts_tokens(self, site: AttentionSite) -> bool:
         """Return whether each token has one position, and not several as in images."""
-        rows, queries = (expr(value(site.query).shape[dim]) for dim in (0, 2))
-        count = expr(value(self.position).numel())
+        rows, queries = (expr(example_value(site.query).shape[dim]) for dim in (0, 2))
+        count = expr(example_value(self.position).numel())
         return bool(sympy.simplify(count - queries) == 0 or sympy.simplify(count - rows * queries) == 0)
 
 
-def find_obstacle(sites: Iterable[AttentionSite], memory: alias.AliasSets) -> tuple[AttentionSite, str] | None:
+def find_obstacle(sites: Iterable[AttentionSite], alias_sets: alias.AliasSets) -> tuple[AttentionSite, str] | None:
     """Return the first layer whose keys cannot be stored before their rotary embedding, and why; None if all can."""
-    found = ((site, _obstacle(site, memory)) for site in sites)
+    found = ((site, _obstacle(site, alias_sets)) for site in sites)
     return next(((site, why) for site, why in found if why is not None), None)
 
 
-def _obstacle(site: AttentionSite, memory: alias.AliasSets) -> str | None:
+def _obstacle(site: AttentionSite, alias_sets: alias.AliasSets) -> str | None:
     if site.past_key is not None:
         return "the prompt ran uncompiled, so its keys are rotated to absolute positions already"
     if site.window is not None:
@@ -76,7 +80,7 @@ def _obstacle(site: AttentionSite, memory: alias.AliasSets) -> str | None:
         return "a token has several positions at once"
     if not positions_of(rotary, site):
         return QUERY_ROTATED_BY_OTHERS
-    if not rotates_each_token_alone(rotary, site, memory):
+    if not rotates_each_token_alone(rotary, site, alias_sets):
         return KEY_ROTATED_BY_OTHERS
     return ROWS_SHARE_POSITIONS if rotary.counts_rows_alike(site) else None
 
@@ -111,11 +115,11 @@ def find_rotary(site: AttentionSite, token_dim: int = 2) -> Rotary | None:
     Args:
         token_dim: the dimension of the tokens in `raw`: 2, or 1 for a `raw` [B, q, Hkv, D].
     """
-    rows, heads, count, features = value(site.key).shape
+    rows, heads, count, features = example_value(site.key).shape
     shape = (rows, heads, count, features) if token_dim == 2 else (rows, count, heads, features)
     unclear = bool(expr(heads) == expr(count))
     for raw in _latest_first(site.key):
-        if raw is site.key or not is_tensor(raw) or not shapes.same_shape(value(raw).shape, shape):
+        if raw is site.key or not is_tensor(raw) or not shapes.same_shape(example_value(raw).shape, shape):
             continue
         if _is_mixed_with_tokens(site.key, raw) or (unclear and follow_to(raw, token_dim, site.key) not in (2, None)):
             continue
@@ -183,14 +187,14 @@ def _positions_of_query(query: fx.Node, key_positions: fx.Node) -> list[fx.Node]
     All that changes a query behind its projection is examined, such as a scale that follows from positions.
     """
     since = {node for node in ancestors(query, until=_is_end_of_query) if not _is_end_of_query(node)}
-    shaped = {node for node in since if is_tensor(node) and _is_shaped(node, value(query).shape)}
+    shaped = {node for node in since if is_tensor(node) and _is_shaped(node, example_value(query).shape)}
     first = {node for node in shaped if ancestors(node, until=_is_end_of_query).isdisjoint(shaped - {node})}
     since = ancestors(query, first, _is_end_of_query)
     same = {n for n in since if _is_integer(n) and _is_same_computation(strip_reshapes(n), key_positions)}
     found: set[fx.Node] = set()
     for angle in (node for node in since if _is_converted_to_angle(node, since)):
         sources = ancestors(angle, same)
-        if any(_may_follow_tokens(node) or is_a(node, "counts") for node in sources - same):
+        if any(_may_follow_tokens(node) or has_tag(node, "counts") for node in sources - same):
             return []
         found |= {angle} if angle in same else same & {p for node in sources for p in node.all_input_nodes}
     return sorted(found)
@@ -198,22 +202,22 @@ def _positions_of_query(query: fx.Node, key_positions: fx.Node) -> list[fx.Node]
 
 def strip_reshapes(node: fx.Node) -> fx.Node:
     """Return the node whose values a node has in another shape or dtype."""
-    return walk.chain(node, lambda n: is_a(n, "moves", "keeps", "keeps_integers") and _takes_all(n))[-1]
+    return walk.chain(node, lambda n: has_tag(n, "moves", "keeps", "keeps_integers") and _takes_all(n))[-1]
 
 
-def rotates_each_token_alone(rotary: Rotary, site: AttentionSite, memory: alias.AliasSets) -> bool:
+def rotates_each_token_alone(rotary: Rotary, site: AttentionSite, alias_sets: alias.AliasSets) -> bool:
     """Return whether the rotation of a token's key depends on that token's position alone.
 
     Each dimension over rows or tokens, of the positions and the raw key, is followed to the rotated key through
     operations that compute each slice from the same slice.  A prompt of one token has no such dimension; it may have no
-    reductions.  No other input may depend on the tokens of the call.  `memory` is that of the graph.
+    reductions.  No other input may depend on the tokens of the call.  `alias_sets` are those of the graph.
     """
     position = strip_reshapes(rotary.position)
-    others = alias.ancestors_with_writes([site.key], {rotary.raw, position}, memory=memory)
+    others = alias.ancestors_with_writes([site.key], {rotary.raw, position}, alias_sets=alias_sets)
     if any(_may_follow_tokens(node) for node in others):
         return False
     among = others | {rotary.raw, position}
-    roots = {position: range(value(position).ndim), rotary.raw: (0, 2)}
+    roots = {position: range(example_value(position).ndim), rotary.raw: (0, 2)}
     return all(_is_followed(node, dim, among) for node, dims in roots.items() for dim in dims)
 
 
@@ -224,21 +228,23 @@ def _may_follow_tokens(node: fx.Node) -> bool:
     """
     if node.op != "placeholder" or not is_tensor(node) or dynamo.is_of_module(node):
         return False
-    return not walk.is_inexact(value(node)) or value(node).ndim == 0 or not dynamo.outlives_calls(node)
+    return not walk.is_inexact(example_value(node)) or example_value(node).ndim == 0 or not dynamo.outlives_calls(node)
 
 
 def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
     """Return whether all nodes computed from a tensor keep the slices along its dimension apart."""
-    single = expr(value(root).shape[dim]) == 1
+    single = expr(example_value(root).shape[dim]) == 1
     dims: dict[fx.Node, int | None] = {root: dim}
     for node in sorted(among - {root}):
         parents = [parent for parent in node.all_input_nodes if parent in dims]
-        if not parents or walk.is_size(node) or isinstance(value(node), torch.Size):
+        if not parents or walk.is_size(node) or isinstance(example_value(node), torch.Size):
             continue
-        if is_tensor(node) and expr(value(node).numel()) == 0:  # such as the unrotated features of a key without any
+        if (
+            is_tensor(node) and expr(example_value(node).numel()) == 0
+        ):  # such as the unrotated features of a key without any
             continue
         followed = propagation.common_dim(_follow(node, parent, dims[parent], single) for parent in parents)
-        if followed is None and (not single or is_a(node, "reduces", "along")):
+        if followed is None and (not single or has_tag(node, "reduces", "along")):
             return False
         dims[node] = followed
     return True
@@ -261,13 +267,13 @@ def _follow(node: fx.Node, parent: fx.Node, dim: int | None, single: bool) -> in
 def _aligned_dim(node: fx.Node, parent: fx.Node, dim: int) -> int | None:
     """Return the dimension of a result that an operand's dimension is aligned with, at any size."""
     if op_table.is_pointwise(node) and is_tensor(node):
-        return int(dim + value(node).ndim - value(parent).ndim)
+        return int(dim + example_value(node).ndim - example_value(parent).ndim)
     return propagation.propagate_dim(node, parent, dim)
 
 
 def _takes_all(node: fx.Node) -> bool:
     """Return whether a node, if it is an index, takes every element."""
-    if walk.name_of(node) != "getitem":
+    if walk.target_name(node) != "getitem":
         return True
     return all(part is None or op_table.keeps_whole_dimension(part) for part in op_table.subscript(node))
 
@@ -286,24 +292,24 @@ def _is_same_computation(one: object, other: object) -> bool:
 
 def _is_end_of_query(node: fx.Node) -> bool:
     """Return whether a node computes states that contain a query."""
-    return _is_end(node) or (is_a(node, "projects") and not is_a(node, "looks_up"))
+    return _is_end(node) or (has_tag(node, "projects") and not has_tag(node, "looks_up"))
 
 
 def _is_shaped(node: fx.Node, shape: torch.Size) -> bool:
     """Return whether a tensor has a shape [B, H, q, D], or that shape with tokens before heads."""
     rows, heads, count, features = shape
-    return any(shapes.same_shape(value(node).shape, x) for x in (shape, (rows, count, heads, features)))
+    return any(shapes.same_shape(example_value(node).shape, x) for x in (shape, (rows, count, heads, features)))
 
 
 def _is_integer(node: fx.Node) -> bool:
-    return is_tensor(node) and not walk.is_inexact(value(node)) and value(node).dtype != torch.bool
+    return is_tensor(node) and not walk.is_inexact(example_value(node)) and example_value(node).dtype != torch.bool
 
 
 def _is_converted_to_angle(node: fx.Node, among: set[fx.Node]) -> bool:
     """Return whether an integer tensor is next used as a floating-point or complex one."""
     if not _is_integer(node):
         return False
-    return any(user in among and is_tensor(user) and walk.is_inexact(value(user)) for user in node.users)
+    return any(user in among and is_tensor(user) and walk.is_inexact(example_value(user)) for user in node.users)
 
 
 def tables_at(position: fx.Node, nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
@@ -327,6 +333,11 @@ def _carries_tokens(nodes: set[fx.Node]) -> bool:
     for node in nodes:
         if _brings_tokens(node):
             return True
-        if node.op == "placeholder" and is_tensor(node) and value(node).is_floating_point() and value(node).ndim >= 3:
+        if (
+            node.op == "placeholder"
+            and is_tensor(node)
+            and example_value(node).is_floating_point()
+            and example_value(node).ndim >= 3
+        ):
             return True
     return False

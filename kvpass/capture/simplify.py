@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx import alias, op_table, propagation, splicing, walk
-from kvpass.fx.walk import is_tensor, value
+from kvpass.fx.walk import example_value, is_tensor
 from kvpass.torch_private import fx_nodes
 
 
@@ -43,12 +43,12 @@ def multiply_equations(graph: fx.Graph) -> None:
 
 
 def _is_outer_product(node: fx.Node) -> bool:
-    if op_table.known_name(node) != "matmul" or len(node.args) != 2 or node.kwargs:
+    if op_table.operator_name(node) != "matmul" or len(node.args) != 2 or node.kwargs:
         return False
-    one, other = (value(argument) if isinstance(argument, fx.Node) else None for argument in node.args)
+    one, other = (example_value(argument) if isinstance(argument, fx.Node) else None for argument in node.args)
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or min(one.ndim, other.ndim) < 2:
         return False
-    if value(node).dtype != torch.float32:  # under autocast the product is rounded
+    if example_value(node).dtype != torch.float32:  # under autocast the product is rounded
         return False
     return bool(one.dtype == other.dtype == torch.float32 and one.shape[-1] == 1 and other.shape[-2] == 1)
 
@@ -120,7 +120,7 @@ class _Broadcaster:
 
     def _enter(self, node: fx.Node) -> None:
         tensor, dim, level = _arguments(node)
-        if dim != 0 or not is_tensor(tensor) or tensor in self.mapped or value(tensor).ndim != 1:
+        if dim != 0 or not is_tensor(tensor) or tensor in self.mapped or example_value(tensor).ndim != 1:
             raise _NotBroadcastable
         subscript = tuple(slice(None) if axis == level else None for axis in range(1, self.levels + 1))
         self.mapped[node] = splicing.emit_before(node, operator.getitem, tensor, subscript)
@@ -145,31 +145,35 @@ class _Broadcaster:
 
     def _rewrite_scalar(self, node: fx.Node) -> None:
         """Rewrite an operation on scalars of the mapped axes."""
-        scalars = all(value(each).ndim == 0 for each in node.all_input_nodes if each in self.mapped and is_tensor(each))
-        if not is_tensor(node) or value(node).ndim != 0 or not scalars or alias.writes(node):
+        scalars = all(
+            example_value(each).ndim == 0 for each in node.all_input_nodes if each in self.mapped and is_tensor(each)
+        )
+        if not is_tensor(node) or example_value(node).ndim != 0 or not scalars or alias.writes(node):
             raise _NotBroadcastable
         replacement = self._rewrite_lookup(node) if node.target in _LOOKUPS else self._rewrite_pointwise(node)
-        if value(replacement).dtype != value(node).dtype:  # dtype promotion ranks scalars below tensors with dimensions
+        if (
+            example_value(replacement).dtype != example_value(node).dtype
+        ):  # dtype promotion ranks scalars below tensors with dimensions
             raise _NotBroadcastable
         self.mapped[node] = replacement
 
     def _rewrite_lookup(self, node: fx.Node) -> fx.Node:
         base, indices = _arguments(node)
         indices = indices if isinstance(indices, (tuple, list)) else (indices,)
-        if base in self.mapped or len(indices) != value(base).ndim or not all(map(_is_scalar, indices)):
+        if base in self.mapped or len(indices) != example_value(base).ndim or not all(map(_is_scalar, indices)):
             raise _NotBroadcastable
         subscript = tuple(self.mapped.get(each, each) for each in indices)
         return splicing.emit_before(node, operator.getitem, base, subscript)
 
     def _rewrite_pointwise(self, node: fx.Node) -> fx.Node:
         unmapped = [each for each in node.all_input_nodes if each not in self.mapped and is_tensor(each)]
-        makes_scalar = op_table.known_name(node) in ("new_zeros", "new_ones") and _arguments(node)[1] in ((), [])
+        makes_scalar = op_table.operator_name(node) in ("new_zeros", "new_ones") and _arguments(node)[1] in ((), [])
         if not (op_table.is_pointwise(node) or makes_scalar) or not all(map(_is_scalar, unmapped)):
             raise _NotBroadcastable
         with self.graph.inserting_before(node):
             copy = self.graph.node_copy(node, lambda each: self.mapped.get(each, each))
         copy.meta["example_value"] = propagation.SmallSizes([copy]).run(
-            copy, {each: value(each) for each in copy.all_input_nodes}
+            copy, {each: example_value(each) for each in copy.all_input_nodes}
         )
         return copy
 
@@ -178,7 +182,7 @@ _LOOKUPS = (operator.getitem, torch.ops.aten.index, torch.ops.aten.index.Tensor)
 
 
 def _is_batching_call(node: fx.Node, name: str) -> bool:
-    return fx_nodes.is_batching(node) and walk.name_of(node) == name
+    return fx_nodes.is_batching(node) and walk.target_name(node) == name
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -186,7 +190,7 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _is_scalar(node: object) -> bool:
-    return is_tensor(node) and value(node).ndim == 0
+    return is_tensor(node) and example_value(node).ndim == 0
 
 
 def _erase(graph: fx.Graph, nodes: set[fx.Node]) -> None:

@@ -19,7 +19,7 @@ import torch.fx as fx
 from kvpass.capture import rotary
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import alias, op_table, shapes, splicing, walk
-from kvpass.fx.walk import is_tensor, value
+from kvpass.fx.walk import example_value, is_tensor
 from kvpass.torch_private import dynamo
 
 
@@ -32,15 +32,15 @@ def index_sliced_tables(graph: fx.Graph, sites: Sequence[AttentionSite]) -> None
     dims = {node: dim for node in graph.nodes if (dim := _sliced_dim(node, sites[0])) is not None}
     if not dims:
         return
-    memory, positions = alias.AliasSets(graph), dict[Any, fx.Node]()
+    alias_sets, positions = alias.AliasSets(graph), dict[Any, fx.Node]()
     rotated = [node for site in sites for node in (site.key, *(each.query for each in site.attention_calls))]
     behind = [(node, rotary.nodes_behind(node)) for node in rotated]
     for node, dim in dims.items():
         first = next((each for each, computed_from in behind if node in computed_from), None)
-        if memory.writers(node) or first is None or rotary.follow_to(node, dim, first) != 2:
+        if alias_sets.writers(node) or first is None or rotary.follow_to(node, dim, first) != 2:
             continue
         table, part = walk.operand_of(node), op_table.subscript(node)[dim]
-        key = shapes.expr(part.start or 0), shapes.expr(part.stop), value(table).device
+        key = shapes.expr(part.start or 0), shapes.expr(part.stop), example_value(table).device
         if key not in positions:  # one node for all tables, as a key is rotated by one tensor of positions
             positions[key] = _count_entries(node, dim)
         lookup = splicing.emit_before(node, torch.index_select, table, dim, positions[key])
@@ -50,10 +50,10 @@ def index_sliced_tables(graph: fx.Graph, sites: Sequence[AttentionSite]) -> None
 
 def _sliced_dim(node: fx.Node, site: AttentionSite) -> int | None:
     """Return the dimension of which a node takes q adjacent entries of a table; None if it does anything else."""
-    if op_table.known_name(node) != "getitem" or not is_tensor(node.args[0]):
+    if op_table.operator_name(node) != "getitem" or not is_tensor(node.args[0]):
         return None
     table, parts = node.args[0], op_table.subscript(node)
-    if not dynamo.is_attribute_of_module(table) or not walk.is_inexact(value(table)):
+    if not dynamo.is_attribute_of_module(table) or not walk.is_inexact(example_value(table)):
         return None
     cut = [dim for dim, part in enumerate(parts) if not op_table.keeps_whole_dimension(part)]
     if len(cut) != 1 or Ellipsis in parts[: cut[0]] or not isinstance(part := parts[cut[0]], slice):
@@ -61,10 +61,10 @@ def _sliced_dim(node: fx.Node, site: AttentionSite) -> int | None:
     start, stop = part.start or 0, part.stop
     if part.step not in (None, 1) or not (_is_count(start) and _is_count(stop)):
         return None
-    if not isinstance(value(table).shape[cut[0]], int) or (site.past_key is None and start != 0):
+    if not isinstance(example_value(table).shape[cut[0]], int) or (site.past_key is None and start != 0):
         return None
-    counted, size = shapes.expr(stop) - shapes.expr(start), shapes.expr(value(node).shape[cut[0]])
-    return cut[0] if sympy.expand(counted - size) == 0 and size == shapes.expr(site.queries) else None
+    counted, size = shapes.expr(stop) - shapes.expr(start), shapes.expr(example_value(node).shape[cut[0]])
+    return cut[0] if sympy.expand(counted - size) == 0 and size == shapes.expr(site.query_len) else None
 
 
 def _is_count(bound: Any) -> bool:
@@ -73,10 +73,10 @@ def _is_count(bound: Any) -> bool:
 
 def _count_entries(node: fx.Node, dim: int) -> fx.Node:
     """Add the positions of the entries that a slice takes, int64 [q], before its node."""
-    part, table = op_table.subscript(node)[dim], value(walk.operand_of(node))
+    part, table = op_table.subscript(node)[dim], example_value(walk.operand_of(node))
     bounds = (part.start, part.stop) if part.start else (part.stop,)
     with node.graph.inserting_before(node):
         counted = node.graph.call_function(torch.arange, bounds, {"device": table.device})
-    counted.meta["example_value"] = table.new_zeros((value(node).shape[dim],), dtype=torch.int64)
+    counted.meta["example_value"] = table.new_zeros((example_value(node).shape[dim],), dtype=torch.int64)
     counted.meta["stack_trace"] = node.meta.get("stack_trace")
     return counted

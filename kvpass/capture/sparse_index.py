@@ -17,7 +17,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.fx import op_table, walk
 from kvpass.fx.op_table import tagged
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import ancestors, name_of, operand_of, value
+from kvpass.fx.walk import ancestors, example_value, operand_of, target_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +53,13 @@ def sparse_indices(mask: fx.Node | None) -> list[SparseIndex]:
     """Return the sparse indices that a mask is computed from in its own layer."""
     if mask is None:
         return []
-    candidates = [_read_sparse_index(node) for node in ancestors(mask) if name_of(node) == "scatter"]
+    candidates = [_read_sparse_index(node) for node in ancestors(mask) if target_name(node) == "scatter"]
     return [index for index in candidates if index is not None and index.node in ancestors(mask, until=_ends_layer)]
 
 
 def _ends_layer(node: fx.Node) -> bool:
     """Return whether a node projects hidden states or attends, so that nodes before it belong to other computations."""
-    return name_of(node) in tagged("projects") | {"softmax", "scaled_dot_product_attention"} or is_attention(node)
+    return target_name(node) in tagged("projects") | {"softmax", "scaled_dot_product_attention"} or is_attention(node)
 
 
 def _read_sparse_index(node: fx.Node) -> SparseIndex | None:
@@ -67,16 +67,20 @@ def _read_sparse_index(node: fx.Node) -> SparseIndex | None:
     if len(node.args) != 4 or not isinstance(node.args[3], (bool, int, float)):
         return None
     topk = node.args[2]
-    while isinstance(topk, fx.Node) and name_of(topk) in ("to", "long", "int", "getitem"):
+    while isinstance(topk, fx.Node) and target_name(topk) in ("to", "long", "int", "getitem"):
         topk = topk.args[0]
-    if not isinstance(topk, fx.Node) or name_of(topk) != "topk" or node.args[1] not in (-1, value(node).ndim - 1):
+    if (
+        not isinstance(topk, fx.Node)
+        or target_name(topk) != "topk"
+        or node.args[1] not in (-1, example_value(node).ndim - 1)
+    ):
         return None
     return SparseIndex(node, node.args[3], topk, _selection_limit(topk))
 
 
 def _selection_limit(topk: fx.Node) -> int | None:
     """Return how many keys a topk selects at most: 0 if unknown, None if it selects all."""
-    count, keys = expr(op_table.named_arguments(topk)["k"]), expr(value(operand_of(topk)).shape[-1])
+    count, keys = expr(op_table.named_arguments(topk)["k"]), expr(example_value(operand_of(topk)).shape[-1])
     if count == keys:
         return None
     if count.is_Integer:
@@ -89,11 +93,13 @@ def _selection_limit(topk: fx.Node) -> int | None:
 def cached_scoring_keys(index: SparseIndex, outputs: list[fx.Node]) -> list[tuple[fx.Node, int]]:
     """Return the grown scoring keys [B, S, D] that the graph returns, each with the dimension along which they grow."""
     ancestor_nodes = ancestors(index.topk, until=_ends_layer)
-    returned = [node for node in outputs if node in ancestor_nodes and walk.is_tensor(node) and value(node).ndim == 3]
+    returned = [
+        node for node in outputs if node in ancestor_nodes and walk.is_tensor(node) and example_value(node).ndim == 3
+    ]
     return [(node, 1) for node in returned if node.target is torch.cat]
 
 
 def select_all(index: SparseIndex, graph: fx.Graph) -> fx.Node:
     """Emit a mask in which all keys are selected."""
-    options = {"dtype": value(index.node).dtype, "device": value(index.node).device}
-    return graph.call_function(torch.full, ((1,) * value(index.node).ndim, index.number), options)
+    options = {"dtype": example_value(index.node).dtype, "device": example_value(index.node).device}
+    return graph.call_function(torch.full, ((1,) * example_value(index.node).ndim, index.number), options)

@@ -18,7 +18,7 @@ from kvpass.arguments import check_arguments
 from kvpass.backend import Backend, backend
 from kvpass.cache import serial
 from kvpass.cache.handle import Handle, current_cache
-from kvpass.cache.layer_cache import LayerCache, Part
+from kvpass.cache.layer_cache import KeyOrValue, LayerCache
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.stepping import LoopState
@@ -28,7 +28,7 @@ from kvpass.runtime.cache_changes import mark_addresses_static
 from kvpass.runtime.model_identity import differences, digests, settings_of, weak_references
 from kvpass.torch_private import dynamo
 
-VERSION = 3
+VERSION = 4
 """The version of the format; another one if an entry, its meaning, or `kvpass.cache.layer_cache.PROBED` changes."""
 OLDER = "run the text of the conversation as a prompt and save the cache again"
 KEY = "kvpass.cache"
@@ -294,7 +294,7 @@ class CacheObjectReader:
         }
         return readers[kind](value)
 
-    def _handle(self, layer: int, part: Part, token_dim: int = 2) -> Handle:
+    def _handle(self, layer: int, part: KeyOrValue, token_dim: int = 2) -> Handle:
         if token_dim not in (1, 2):
             raise CacheFileError(f"it has tokens in dimension {token_dim!r}")
         return Handle.of(self.layers[layer], part, token_dim)

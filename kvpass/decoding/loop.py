@@ -28,7 +28,7 @@ from kvpass.decoding.prefill import last_of, prefix_mask
 from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Prompt
 from kvpass.decoding.sampling import Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.scheduler import RequestScheduler
-from kvpass.decoding.stepping import INTERRUPTED, LoopState, ModelParts, in_mode_of_weights
+from kvpass.decoding.stepping import INTERRUPTED, LoopState, ModelFingerprint, in_mode_of_weights
 from kvpass.decoding.synthetic_conversation import visit_graphs
 from kvpass.decoding.token_inputs import PaddingMask, TokenIds, padding_mask
 from kvpass.errors import CacheHandleError, PolicyError
@@ -115,12 +115,12 @@ class DecodeLoop:
         if prefill_chunk is not None:
             prefill.refuse_share(self.backend.budget)
         self.compiled = self._compile_model()
-        self.parts = ModelParts(model)
+        self.fingerprint = ModelFingerprint(model)
         weight = next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)]))
         self.device, self.in_inference_mode = weight.device, weight.is_inference()
         require(self.device.type != "meta", "model", type(model).__name__, "has no weights: it is on the device meta")
         self.generator = self.sampling.generator(self.device)
-        self.caller = ModelCall.of(self.compiled, model)
+        self.model_call = ModelCall.of(self.compiled, model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64, device=self.device)
         self.state: LoopState | None = None
         self.prefix, self.prefix_length = None, 0
@@ -137,7 +137,7 @@ class DecodeLoop:
     @property
     def takes_positions(self) -> bool:
         """True if the loop passes positions to its model, which otherwise computes them from its cache's length."""
-        return "position_ids" in self.caller.parameter_names
+        return "position_ids" in self.model_call.parameter_names
 
     @check_arguments
     def warm(self, rows: Positive = 1) -> None:
@@ -208,7 +208,7 @@ class DecodeLoop:
         mask = padding_mask(ids, attention_mask, 0)
         if not bool(mask[:, -1].all()):
             raise PolicyError("attention_mask: a row is all padding; each must have one token at least")
-        self.caller.check_vocabulary(ids)
+        self.model_call.check_vocabulary(ids)
         pinned, old = pin_mask(pin, on_top, mask), self.state
         if old is not None:
             if len(ids) != len(old.ids):
@@ -218,7 +218,7 @@ class DecodeLoop:
             last = old.ids[:, : int(old.has_generated)]
             ids, mask = torch.cat([last, ids], 1), torch.cat([torch.ones_like(last), mask], 1)
             pinned = None if pinned is None else torch.nn.functional.pad(pinned, (last.shape[1], 0))
-        self.caller.check_padding(mask)
+        self.model_call.check_padding(mask)
         before, whole = self.prefix if old is None else old.cache, mask
         if before is not None:
             seen = prefix_mask(before, self.backend.cache_settings) if old is None else old.mask()
@@ -227,11 +227,11 @@ class DecodeLoop:
             if len(seen) != len(mask):
                 raise CacheHandleError(f"a prompt of {len(mask)} rows behind a prefix of {len(seen)}")
             whole = torch.cat([seen, mask], 1)
-        given = (self.caller, ids, whole, before, self.prefill_chunk)
+        given = (self.model_call, ids, whole, before, self.prefill_chunk)
         out = last_of(prefill.run_chunks(*given, pinned=pinned, on_top=on_top))
         state = LoopState(self, model_access.cache_of_output(out), whole)
-        state.choose(self.caller.logits(out)[:, -1:])
-        state.pending = 1
+        state.choose(self.model_call.logits(out)[:, -1:])
+        state.unread_count = 1
         self.state, self.prefix = state, None
 
     @check_arguments

@@ -74,26 +74,26 @@ def prefill(
         UnsupportedGraph: the model cannot be rewritten, or returns no logits.
         BudgetError: an empty cache and a budget that is a share of the prompt, or pins that leave too little budget.
     """
-    caller = ModelCall.of(compiled)
+    model_call = ModelCall.of(compiled)
     require(cache is None or past_key_values is None, "past_key_values", "a cache", "is another name for `cache`")
     cache = model_access.cache_in(past_key_values if cache is None else cache)
     seen = _tokens_seen(cache)
     ids = ids.long()
     mask = padding_mask(ids, attention_mask, seen)
-    caller.check_padding(mask)
-    caller.check_vocabulary(ids)
+    model_call.check_padding(mask)
+    model_call.check_vocabulary(ids)
     pinned = pin_mask(pin, on_top, mask[:, seen:])
     parts: list[Tensor] = []
-    for out in run_chunks(caller, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top):
+    for out in run_chunks(model_call, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top):
         if logits == "last":
-            parts = [caller.logits(out)[:, -1:]]
+            parts = [model_call.logits(out)[:, -1:]]
         else:
-            parts.append(caller.logits(out))
+            parts.append(model_call.logits(out))
     return with_logits(out, torch.cat(parts, 1))
 
 
 def run_chunks(
-    caller: ModelCall,
+    model_call: ModelCall,
     ids: Tensor,
     mask: Tensor,
     cache: Any,
@@ -119,7 +119,7 @@ def run_chunks(
         part, upto = slice(done, done + count), before + done + count
         new_ids, seen_mask, new_position = map(with_dynamic_length, (ids[:, part], mask[:, :upto], position[:, part]))
         pins = None if pinned is None else Pins.of(pinned, done, done + count, on_top)
-        out = caller(new_ids, seen_mask, new_position, cache, logits_to_keep, without_mask and done == 0, pins)
+        out = model_call(new_ids, seen_mask, new_position, cache, logits_to_keep, without_mask and done == 0, pins)
         cache, done = model_access.cache_of_output(out), done + count
         # A cache to continue has the slots that its prompt came to, so only a new cache needs the check of its budget.
         for layer in caches_in(cache)[:1] if chunk is not None and before == 0 else []:

@@ -55,9 +55,9 @@ class RecordedCall:
         return token_counts(self.before, *self.inputs["ids"].shape)
 
 
-def token_counts(seen: int, rows: int, new: int) -> dict[str, int]:
+def token_counts(length: int, rows: int, new: int) -> dict[str, int]:
     """Return the counts of a call of `new` tokens in each row, by their names in an artifact."""
-    return {"seen": seen, "new": new, "total": seen + new, "rows": rows}
+    return {"seen": length, "new": new, "total": length + new, "rows": rows}
 
 
 class RecordedModel:
@@ -97,13 +97,13 @@ class RecordedModel:
 @contextlib.contextmanager
 def recording_calls(loop: DecodeLoop) -> Iterator[RecordedModel]:
     """Record all calls that the loop makes inside."""
-    before = loop.caller
+    before = loop.model_call
     result = RecordedModel(before.call, loop.backend)
-    loop.caller = dataclasses.replace(before, call=result)
+    loop.model_call = dataclasses.replace(before, call=result)
     try:
         yield result
     finally:
-        loop.caller = before
+        loop.model_call = before
 
 
 # -- entries of the manifest -------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class _GraphWriter:
         runner = ran.runner
         assert isinstance(runner, steps.StepRunner)
         entry = exported_graphs.step_entry(runner, ran, ids)
-        chunk = ran.rewrite.queries > 1
+        chunk = ran.rewrite.query_len > 1
         lengths = exported_graphs.chunk_length_range(runner, ran, ids) if chunk else (1, 1)
         for each in [ran] if chunk else [call.result for call in alike]:
             assert isinstance(each, step_execution.StepResult)
@@ -238,6 +238,6 @@ class _GraphWriter:
 def _code_of_chunk(call: RecordedCall) -> Any:
     """Return the compiled code of a chunk; None for other calls, and for a chunk that ran uncompiled."""
     ran = call.result
-    if not isinstance(ran, step_execution.StepResult) or ran.rewrite.queries == 1 or ran.variant is None:
+    if not isinstance(ran, step_execution.StepResult) or ran.rewrite.query_len == 1 or ran.variant is None:
         return None
     return ran.variant.code.compiled

@@ -27,7 +27,7 @@ from kvpass.cache.model_cache import caches_in, refresh_handles
 from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.decoding.requests import MOST_STOPS, Request
 from kvpass.decoding.sampling import RowSampling
-from kvpass.decoding.stepping import DecodeState, LoopSettings
+from kvpass.decoding.stepping import DecodeState, LoopContext
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.runtime.cache_changes import equalize_layouts, mark_addresses_static
 
@@ -42,7 +42,7 @@ class RequestBatch(DecodeState):
         sampling: the settings of sampling of each row.
     """
 
-    def __init__(self, loop: LoopSettings, cache: Any, rows: int) -> None:
+    def __init__(self, loop: LoopContext, cache: Any, rows: int) -> None:
         super().__init__(loop, cache, torch.zeros(rows, 1, dtype=torch.int64, device=loop.device))
         self.stopped.fill_(True)
         self.generated, self.max_new_tokens = self.position.new_zeros(rows), self.position.new_ones(rows)
@@ -50,7 +50,7 @@ class RequestBatch(DecodeState):
         self.sampling = RowSampling.of(rows, loop.device)
 
     @staticmethod
-    def of(loop: LoopSettings, cache: Any, rows: int) -> RequestBatch:
+    def of(loop: LoopContext, cache: Any, rows: int) -> RequestBatch:
         """Return free rows for requests whose caches are like `cache`, which is consumed.
 
         Raises:
@@ -80,14 +80,14 @@ class RequestBatch(DecodeState):
 
     def insert(self, row: int, caches: Sequence[LayerCache], request: Request, logits: Tensor) -> int:
         """Put a request, from caches of one row and its last logits [1, vocabulary], into a row; return its token."""
-        seen = caches[0].length
-        self.set_length(max(seen, self.length) if self.loop.takes_positions else seen)
+        length = caches[0].length
+        self.set_length(max(length, self.length) if self.loop.takes_positions else length)
         for layer, one in zip(self.caches, caches, strict=True):
             _write_row(layer, row, one)
         self.sampling.set_row(row, request.sampling)
         first = int(self.sampling.of_row(row).choose(logits, torch.zeros(1, dtype=torch.int64, device=logits.device)))
         ended = first in request.stop or request.max_new_tokens == 1
-        self.ids[row], self.position[row] = first, seen - ended
+        self.ids[row], self.position[row] = first, length - ended
         self.generated[row], self.max_new_tokens[row] = 1, request.max_new_tokens
         self.stops[row] = torch.tensor([*request.stop, *[-1] * (MOST_STOPS - len(request.stop))])
         self.stopped[row] = ended
@@ -102,15 +102,15 @@ class RequestBatch(DecodeState):
         return float(torch.stack(counts).mean())
 
     @torch.inference_mode(False)  # as slots are made, which steps outside of inference mode also write to
-    def extract(self, row: int, seen: int) -> Any:
-        """Return a model's cache object with a copy of one row, which has seen `seen` tokens."""
+    def extract(self, row: int, length: int) -> Any:
+        """Return a model's cache object with a copy of one row, for `length` tokens, padding included."""
         self.refresh_cache_object()
-        one = {id(layer): _row_of(layer, row, seen) for layer in self.caches}
+        one = {id(layer): _row_of(layer, row, length) for layer in self.caches}
         # shallow, since only the handles are replaced, and the batch keeps its own
         cache = copy.copy(self.cache)
         if hasattr(cache, "layers"):
             cache.layers = [copy.copy(layer) for layer in cache.layers]
-        return refresh_handles(cache, seen - self.length, one)
+        return refresh_handles(cache, length - self.length, one)
 
     @property
     def length(self) -> int:
@@ -148,7 +148,7 @@ class RequestBatch(DecodeState):
             if ended is not None and int(self.stopped.sum()) > ended:
                 break
         columns: list[list[int]] = self.unread_tokens().tolist()
-        self.pending = 0
+        self.unread_count = 0
         return columns
 
     def refresh_cache_object(self) -> None:
@@ -241,11 +241,11 @@ def _pad_left(slots: AnySlots, by: int) -> None:
         part.seen.clamp_(max=part.length)  # of a free row, which may have seen more tokens than those in use
 
 
-def _row_of(layer: LayerCache, row: int, seen: int) -> LayerCache:
-    """Return a copy of one row of a cache, which has seen `seen` tokens; `_write_row` is the inverse."""
+def _row_of(layer: LayerCache, row: int, length: int) -> LayerCache:
+    """Return a copy of one row of a cache, for `length` tokens, padding included; `_write_row` is the inverse."""
     one = layer.map_rows(lambda tensor: tensor[row : row + 1].clone())
-    _pad_left(one.slots, seen - layer.length)
-    one.length, one.absent = seen, layer.absent.new_zeros(1, 0)
+    _pad_left(one.slots, length - layer.length)
+    one.length, one.absent = length, layer.absent.new_zeros(1, 0)
     one.row_budgets, one.clocks = layer.row_budgets[row : row + 1], layer.clocks[row : row + 1]
     mark_addresses_static(one.slots)
     return one

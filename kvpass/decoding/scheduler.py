@@ -25,7 +25,7 @@ from kvpass.decoding.prefill import chunk_lengths, prefix_mask, run_chunks
 from kvpass.decoding.request_batch import RequestBatch, check_holds_only_slots
 from kvpass.decoding.requests import MOST_STOPS, GenerationOutput, Request, RequestStatus
 from kvpass.decoding.sampling import Sampling
-from kvpass.decoding.stepping import LoopSettings, in_mode_of_weights
+from kvpass.decoding.stepping import LoopContext, in_mode_of_weights
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, KVPassWarning, RequestError
 from kvpass.policies.pinned_tokens import check_pinned
 
@@ -50,7 +50,7 @@ class RequestScheduler:
         number: how many requests have been added.
     """
 
-    def __init__(self, loop: LoopSettings, rows: int) -> None:
+    def __init__(self, loop: LoopContext, rows: int) -> None:
         """Check that the loop gives every request the same number of slots.
 
         Raises:
@@ -62,7 +62,7 @@ class RequestScheduler:
             raise BudgetError(f"budget={budget}: rows have as many slots for every request; give their number")
         require(not policy.defers, "policy", policy, "holds a prompt whole at first, which no row has slots for")
         if rows > 1 and not loop.takes_positions:
-            warnings.warn(ONE_BY_ONE.format(loop.caller.name), KVPassWarning, stacklevel=4)
+            warnings.warn(ONE_BY_ONE.format(loop.model_call.name), KVPassWarning, stacklevel=4)
         self.loop, self.count, self.budget = loop, rows, budget
         self.queue: collections.deque[Request] = collections.deque()
         self.rows: dict[int, Request] = {}
@@ -126,9 +126,9 @@ class RequestScheduler:
             raise RequestError(f"{name} is there already")
         if len(request.stop) > MOST_STOPS:
             raise RequestError(f"{name}: {len(request.stop)} tokens to stop at; at most {MOST_STOPS} are possible")
-        unknown = self.loop.caller.unknown_token(torch.tensor(prompt))
+        unknown = self.loop.model_call.unknown_token(torch.tensor(prompt))
         if unknown is not None:
-            known = self.loop.caller.vocabulary
+            known = self.loop.model_call.vocabulary
             raise RequestError(f"{name}: ids: token {unknown} is not in the vocabulary of {known}")
         policy, budget = self.loop.backend.policy, self.budget
         tokens = request.prefix_length + len(prompt)
@@ -286,7 +286,7 @@ class RequestScheduler:
             )
         ids = torch.tensor([request.prompt], device=self.loop.device)
         mask = torch.ones(1, request.prefix_length + ids.shape[1], dtype=torch.int64, device=ids.device)
-        how = (self.loop.caller, ids, mask, copy.deepcopy(request.prefix), self.loop.prefill_chunk)
+        how = (self.loop.model_call, ids, mask, copy.deepcopy(request.prefix), self.loop.prefill_chunk)
         pinned = None if request.pinned is None else request.pinned.to(self.loop.device)
         result = run_chunks(*how, pinned=pinned, on_top=request.on_top)
         return request, result, len(chunk_lengths(ids.shape[1], self.loop.prefill_chunk, not request.prefix_length))
@@ -323,12 +323,12 @@ class RequestScheduler:
         cache = model_access.cache_of_output(out)
         caches = caches_in(cache)
         try:
-            check_holds_only_slots(cache, self.loop.caller.empty_cache())
+            check_holds_only_slots(cache, self.loop.model_call.empty_cache())
             if self.batch is None:
                 self.batch = RequestBatch.of(self.loop, cache, self.count)
             self.batch.fit_slots(caches)
             self.rows[row] = request
-            request.append(self.batch.insert(row, caches, request, self.loop.caller.logits(out)[:, -1]))
+            request.append(self.batch.insert(row, caches, request, self.loop.model_call.logits(out)[:, -1]))
         except Exception as error:
             # Without its row nothing is written to the batch yet: these two errors concern this request alone.
             if row not in self.rows and isinstance(error, CacheHandleError):

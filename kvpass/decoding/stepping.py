@@ -47,7 +47,7 @@ NO_LOGITS = (
 )
 
 
-class ModelParts:
+class ModelFingerprint:
     """The parameters, buffers, modules and other attributes of a model, to see whether one was replaced.
 
     Objects are compared by identity, and tensors also by memory, dtype, sizes and strides, which `Module.to` changes.
@@ -119,20 +119,20 @@ def _is_container(value: Any) -> bool:
 _NO_STATE = (torch.nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
-class LoopSettings(Protocol):
+class LoopContext(Protocol):
     """Settings that states and requests take from their loop; see `DecodeLoop`."""
 
     backend: Backend
     device: torch.device
     in_inference_mode: bool
     prefill_chunk: int | None
-    parts: ModelParts
+    fingerprint: ModelFingerprint
     read_interval: int
     pad: int
     stop: Tensor
     sampling: Sampling
     generator: torch.Generator
-    caller: ModelCall
+    model_call: ModelCall
     lock: threading.RLock
 
     @property
@@ -166,7 +166,7 @@ class DecodeState(abc.ABC):
         stopped: bool [B], whether each row has stopped.
         token_buffer: int64 [read_interval, B], the tokens since the host read them last.
         cursor: int64 [1], the number of these tokens.
-        pending: the same number on the host.
+        unread_count: the same number on the host.
         may_end: whether a row can stop.
         caches: the cache of each layer.
         seen: the number of tokens that the caches had seen when `ids` was chosen, padding included.
@@ -174,12 +174,12 @@ class DecodeState(abc.ABC):
 
     may_end = True
 
-    def __init__(self, loop: LoopSettings, cache: Any, position: Tensor) -> None:
+    def __init__(self, loop: LoopContext, cache: Any, position: Tensor) -> None:
         self.loop, self.cache, self.position = loop, cache, position
         self.ids = torch.zeros_like(position)
         self.stopped = torch.zeros_like(position[:, 0], dtype=torch.bool)
         self.token_buffer = position.new_full((loop.read_interval, len(position)), loop.pad)
-        self.cursor, self.pending = position.new_zeros(1), 0
+        self.cursor, self.unread_count = position.new_zeros(1), 0
         self.caches = caches_in(cache)
         self.seen = self.caches[0].length if self.caches else 0
         self.step: RepeatedStep | None = None
@@ -211,7 +211,7 @@ class DecodeState(abc.ABC):
 
         The user's code runs only while the host holds the tokens, so one check between two batches of steps is enough.
         """
-        if self.step is not None and self.loop.parts.has_changed():
+        if self.step is not None and self.loop.fingerprint.has_changed():
             self.step.forget()
 
     def check_whole(self) -> None:
@@ -222,28 +222,28 @@ class DecodeState(abc.ABC):
     def advance(self) -> None:
         """Generate one token for every row."""
         self.check_whole()
-        if not self.pending:
+        if not self.unread_count:
             self.cursor.zero_()
         if self.step is None or not self.step.run():
             self._run_model()
-        self.pending, self.seen = self.pending + 1, self.seen + 1
+        self.unread_count, self.seen = self.unread_count + 1, self.seen + 1
 
     def unread_tokens(self) -> Tensor:
         """Return the tokens that the host has not read, int64 [n, B] on the CPU.
 
-        The caller sets `pending` to zero when it has them.
+        The caller sets `unread_count` to zero when it has them.
         """
-        return self.token_buffer[: self.pending].to("cpu", copy=True)  # waits for the device
+        return self.token_buffer[: self.unread_count].to("cpu", copy=True)  # waits for the device
 
     def _run_model(self) -> None:
         """Run a decode step through the model: Dynamo traces it or the runtime specialises it, for repeated steps."""
         mask = self.mask()
         mask = torch.cat([mask, (~self.stopped)[:, None].to(mask.dtype)], 1)
         self.refresh_cache_object()
-        self.loop.parts.record()
+        self.loop.fingerprint.record()
         expected = () if self.step is None else self.step.next_arguments()
         with collect_runs() as found:
-            out = self.loop.caller(self.ids, with_dynamic_length(mask), self.position, self.cache)
+            out = self.loop.model_call(self.ids, with_dynamic_length(mask), self.position, self.cache)
         ran = [each for each in found if isinstance(each, StepResult)]
         if len(ran) != 1:
             raise UnsupportedGraph(
@@ -257,9 +257,9 @@ class DecodeState(abc.ABC):
             )
         self.cache = model_access.cache_of_output(out)
         self.step = self.step or RepeatedStep(self)
-        logits = self.loop.caller.logits(out)
+        logits = self.loop.model_call.logits(out)
         self.step.repeat(ran[0], logits, mask, expected)
-        if self.loop.parts.has_changed():  # the model's code sets attributes, so it has to run at every step
+        if self.loop.fingerprint.has_changed():  # the model's code sets attributes, so it has to run at every step
             self.step.forget()
         self.choose(logits)
 
@@ -295,7 +295,7 @@ class LoopState(DecodeState):
         has_generated: whether tokens were asked for; the first token is no part of the conversation before that.
     """
 
-    def __init__(self, loop: LoopSettings, cache: Any, mask: Tensor) -> None:
+    def __init__(self, loop: LoopContext, cache: Any, mask: Tensor) -> None:
         """Begin at the last token of the prompts, whose padding mask is int64 [B, tokens seen]."""
         super().__init__(loop, cache, mask.sum(-1, keepdim=True) - 1)
         self.prompt_mask, self.may_end = mask, len(loop.stop) > 0
@@ -316,7 +316,7 @@ class LoopState(DecodeState):
     def to_saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return plain values and tensors from which `from_saved` makes this state again."""
         self.check_whole()
-        if self.pending:
+        if self.unread_count:
             self._read_tokens()
         ready = torch.stack(list(self.ready)) if self.ready else torch.zeros(0, len(self.ids), dtype=torch.int64)
         tensors = dict(ids=self.ids, position=self.position, stopped=self.stopped, mask=self.mask(), ready=ready)
@@ -326,7 +326,7 @@ class LoopState(DecodeState):
     @staticmethod
     @in_mode_of_weights
     def from_saved(
-        loop: LoopSettings, cache: Any, values: Mapping[str, Any], tensors: Mapping[str, Tensor]
+        loop: LoopContext, cache: Any, values: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> LoopState:
         """Return the state that `to_saved` has described, for a loop whose generator gets the saved state."""
         layer, wanted = caches_in(cache)[0], torch.int64
@@ -338,7 +338,7 @@ class LoopState(DecodeState):
         if wrong or tensors["ready"].dtype != wanted or tensors["ready"].shape[1:] != (rows,):
             raise CacheFileError(f"its {', '.join(wrong) or 'ready'} are not those of {rows} conversations")
         outside = (tensors["position"] < 0) | (tensors["position"] > seen)
-        if loop.caller.unknown_token(tensors["ids"]) is not None or bool(outside.any()):
+        if loop.model_call.unknown_token(tensors["ids"]) is not None or bool(outside.any()):
             raise CacheFileError(f"its last tokens or their positions cannot be those of {seen} tokens of this model")
         state = LoopState(loop, cache, tensors["mask"].to(loop.device))
         for name, mine in {"ids": state.ids, "position": state.position, "stopped": state.stopped}.items():
@@ -356,7 +356,7 @@ class LoopState(DecodeState):
         self.has_generated = True
         if not self.ready and not self.all_stopped:
             self.follow_model()
-            while self.pending < min(wanted, len(self.token_buffer)):
+            while self.unread_count < min(wanted, len(self.token_buffer)):
                 self.advance()
             self._read_tokens()
         return self.ready.popleft() if self.ready else None
@@ -368,7 +368,7 @@ class LoopState(DecodeState):
         used, ended = columns[: 1 + int((~over[:-1]).any(-1).sum())], bool(over[-1].all())
         ready = collections.deque([*self.ready, *used])
         # at once, so that an interrupt neither loses nor repeats a token
-        self.ready, self.pending, self.stopped_on_host, self.all_stopped = ready, 0, over[-1], ended
+        self.ready, self.unread_count, self.stopped_on_host, self.all_stopped = ready, 0, over[-1], ended
 
     def choose(self, logits: Tensor) -> None:
         self._record(self.loop.sampling.choose(logits[:, -1], self.loop.generator))

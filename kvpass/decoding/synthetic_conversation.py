@@ -163,7 +163,7 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
     """
     apart = copy.copy(loop)
     apart.stop, apart.generator = loop.stop[:0], loop.sampling.generator(loop.device)
-    pads = rows > 1 and "attention_mask" in loop.caller.parameter_names
+    pads = rows > 1 and "attention_mask" in loop.model_call.parameter_names
     skipped = SkippedConversations()
     for length in prompt_lengths(loop.backend.budget, loop.backend.policy, loop.model, loop.prefill_chunk):
         parts = _parts(loop, length)
@@ -175,7 +175,7 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
             with skipped.conversation(f"requests of {length} tokens"):
                 if prefixes:
                     counts = [count for new, steps in parts for count in (new, *[1] * (steps > 0))]
-                    SyntheticConversation(loop.caller, loop.device).feed(*counts, chunk=loop.prefill_chunk)
+                    SyntheticConversation(loop.model_call, loop.device).feed(*counts, chunk=loop.prefill_chunk)
                 _request(apart, length, parts[0][1])
     skipped.check()
 
@@ -203,7 +203,7 @@ def failure(outputs: Mapping[str, GenerationOutput]) -> Exception | None:
 
 def synthetic_tokens(loop: Any, count: int, rows: int = 1) -> Tensor:
     """Return different token ids of the model of a loop, int64 [rows, count]."""
-    vocabulary = loop.caller.vocabulary or TOKEN + 1
+    vocabulary = loop.model_call.vocabulary or TOKEN + 1
     return (torch.arange(rows * count, device=loop.device) * 7919 % vocabulary).view(rows, count)
 
 
@@ -222,7 +222,7 @@ def _converse(loop: Any, rows: int, parts: Sequence[tuple[int, int]], padded: bo
 class SyntheticConversation:
     """A conversation of synthetic tokens with a model."""
 
-    caller: ModelCall
+    model_call: ModelCall
     device: torch.device
     rows: int = 1
     padded: bool = False  # whether the first row begins with padding
@@ -234,12 +234,12 @@ class SyntheticConversation:
         """Feed so many tokens, one count after the other; each in chunks of `chunk` tokens if that is given."""
         for count in counts:
             self.seen += count
-            outputs = run_chunks(self.caller, self.tokens(count), self.mask(self.seen), self.cache, chunk)
+            outputs = run_chunks(self.model_call, self.tokens(count), self.mask(self.seen), self.cache, chunk)
             self.cache = model_access.cache_of_output(last_of(outputs))
 
     def converse(self, new: int, answer: int) -> None:
         """Feed `new` tokens and decode `answer` tokens one by one, by `generate` if the model has it."""
-        model: Any = self.caller.call
+        model: Any = self.model_call.call
         if not hasattr(model, "generate"):
             self.feed(*([new] if new else []), *[1] * answer)
         elif new + answer:

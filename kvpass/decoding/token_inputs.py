@@ -38,18 +38,18 @@ PaddingMask = Annotated[
 ]
 
 
-def padding_mask(ids: Tensor, mask: Tensor | None, seen: int) -> Tensor:
-    """Return the padding mask, int64 [B, seen + T], of prompts [B, T] after `seen` tokens.
+def padding_mask(ids: Tensor, mask: Tensor | None, length: int) -> Tensor:
+    """Return the padding mask, int64 [B, length + T], of prompts [B, T] after `length` tokens.
 
     Raises:
         PolicyError: a mask of another shape, or padding that is not on the left of its row.
     """
-    wanted = (len(ids), seen + ids.shape[1])
+    wanted = (len(ids), length + ids.shape[1])
     if mask is None:
         return torch.ones(wanted, dtype=torch.int64, device=ids.device)
     require(tuple(mask.shape) == wanted, "attention_mask", tuple(mask.shape), f"must be {wanted}: all tokens so far")
     mask = mask.to(ids.device, torch.int64, copy=True)
-    behind = (mask[:, seen:].diff(dim=-1) < 0).any(-1).tolist()
+    behind = (mask[:, length:].diff(dim=-1) < 0).any(-1).tolist()
     if any(behind):
         row = behind.index(True)
         raise PolicyError(f"attention_mask: row {row} has padding behind a token; pad prompts on the left")

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpass.arguments import Condition, check_arguments, short_text
 from kvpass.backend import Backend, backend
 from kvpass.cache.admission import TokensToAdmit, admit, attention_of_chunk, split_by_class
-from kvpass.cache.cached_attention import CachedAttention, NewTokens, Rotate
+from kvpass.cache.cached_attention import CachedAttention, NewTokens, RotateToRanks
 from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import FREE, AnySlots, Slots, hold_whole_prompt, next_rank
@@ -150,7 +150,7 @@ class _Layer:
         return self.backend.policy.for_layer(0, 1)
 
     @property
-    def stores_raw_keys(self) -> bool:
+    def stores_unrotated_keys(self) -> bool:
         return self.theta is not None and self.backend.prefers_cache_positions
 
     @property
@@ -175,7 +175,7 @@ class _Layer:
             value_dim=self.v.shape[-1],
             dtype=self.k.dtype,
             device=self.k.device,
-            stores_raw_keys=self.stores_raw_keys,
+            stores_unrotated_keys=self.stores_unrotated_keys,
             kv_dtype=self.backend.kv_dtype,
             row_budgets=plan.differs(self.budget),
         ).with_head_classes()
@@ -191,9 +191,9 @@ class _Layer:
 
     def step(self, t: int, rank: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return query, attended key, value and stored key of token t, whose cache position is `rank` [B, 1, 1]."""
-        counted = self.stores_raw_keys or self.policy.renumbers
+        counted = self.stores_unrotated_keys or self.policy.renumbers
         q, k, v = self.tokens(slice(t, t + 1), rank if counted else torch.full_like(rank, t))
-        return q, k, v, self.k[:, :, t : t + 1] if self.stores_raw_keys else k
+        return q, k, v, self.k[:, :, t : t + 1] if self.stores_unrotated_keys else k
 
     def valid(self, count: int) -> Tensor:
         return torch.ones(self.q.shape[0], count, dtype=torch.bool, device=self.q.device)
@@ -202,7 +202,7 @@ class _Layer:
 def _prompt(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return queries, attended keys, values and stored keys of the prompt."""
     q, k, v = layer.tokens(slice(0, layer.prompt), -_window_starts(layer)[:, None])
-    return q, k, v, layer.k[:, :, : layer.prompt] if layer.stores_raw_keys else k
+    return q, k, v, layer.k[:, :, : layer.prompt] if layer.stores_unrotated_keys else k
 
 
 def _window_starts(layer: _Layer) -> Tensor:
@@ -224,8 +224,8 @@ def _run_compiled(layer: _Layer) -> Trace:
     output = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=_prompt_mask(layer), scale=layer.scale, enable_gqa=True
     )
-    spec = StatisticsOperands(q, k, None, True, layer.scale, heads=k.shape[1], sharding=None)
-    attention = spec.attention(policy, valid, layer.budget)
+    operands = StatisticsOperands(q, k, None, True, layer.scale, heads=k.shape[1], sharding=None)
+    attention = operands.attention(policy, valid, layer.budget)
     plan = policy.plan([attention], valid, layer.budget)[0]
     layout = layer.layout(plan)
     slots = admit(layout, None, TokensToAdmit(stored, v, valid, attention), plan.budgets_of_rows(len(q)))
@@ -241,7 +241,9 @@ def _run_compiled(layer: _Layer) -> Trace:
 
 
 def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compact: bool) -> tuple[Tensor, AnySlots]:
-    rotate: Rotate | None = (lambda keys, rank: [layer.rotated(keys.join(), rank)]) if layer.stores_raw_keys else None
+    rotate: RotateToRanks | None = (
+        (lambda keys, rank: [layer.rotated(keys.join(), rank)]) if layer.stores_unrotated_keys else None
+    )
     site, valid = CachedAttention(layer.scale, None, rotate), layer.valid(1)
     joined = slots.joined_classes(layout)
     q, k, v, stored = layer.step(t, next_rank(joined.position, joined.free, decodes=True)[:, None, None])
@@ -288,10 +290,10 @@ def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
     q, k, v, stored = layer.step(t, rank)
     if reference.attends_to_stored(1):
         kept, v = reference.stored(stored), reference.stored(v, key=False)
-        k = layer.rotated(kept, rank) if layer.stores_raw_keys else kept
+        k = layer.rotated(kept, rank) if layer.stores_unrotated_keys else kept
     q = q * reference.logit_scale(valid)
     keys, values = (reference.cached_vectors(name) for name in ("key", "value"))
-    keys = torch.cat([layer.rotated(keys, ranks) if layer.stores_raw_keys else keys, k], 2)
+    keys = torch.cat([layer.rotated(keys, ranks) if layer.stores_unrotated_keys else keys, k], 2)
     live = torch.nn.functional.pad(position >= 0, (0, 1), value=True)[:, :, None]
     mask = live.repeat_interleave(q.shape[1] // live.shape[1], 1)
     bias = reference.bias(q.shape[1] // k.shape[1])

@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx.op_table import leaves, tagged
-from kvpass.fx.walk import name_of, reach, value
+from kvpass.fx.walk import example_value, reach, target_name
 from kvpass.torch_private import fx_nodes, tensors
 
 
@@ -31,9 +31,9 @@ class AliasSets:
         for node in graph.nodes:
             own = aliased(node) if aliased else (*written.get(node, ()), *_viewed_operands(node, storages))
             for parent in own:
-                self._unite(self.of(node), self.of(parent))
+                self._unite(self.root(node), self.root(parent))
         for node, operands in written.items():
-            for owner in dict.fromkeys(map(self.of, operands)):
+            for owner in dict.fromkeys(map(self.root, operands)):
                 self._writers.setdefault(owner, []).append(node)
 
     def _unite(self, one: fx.Node, other: fx.Node) -> None:
@@ -43,7 +43,7 @@ class AliasSets:
             owner = inputs[0] if inputs else other
             self._owner[one if owner is other else other] = owner
 
-    def of(self, node: fx.Node) -> fx.Node:
+    def root(self, node: fx.Node) -> fx.Node:
         """Return the node that stands for all nodes that may share memory with a node."""
         while self._owner.get(node, node) is not node:
             node = self._owner[node]
@@ -51,12 +51,12 @@ class AliasSets:
 
     def writers(self, node: fx.Node) -> Sequence[fx.Node]:
         """Return the nodes that write in place to the memory of a node, in order."""
-        return self._writers.get(self.of(node), ())
+        return self._writers.get(self.root(node), ())
 
 
 def _viewed_operands(node: fx.Node, storages: Mapping[fx.Node, set[int]]) -> Iterator[fx.Node]:
     """Yield the operands that a node is a view of, by its name or by the storages of recorded tensors."""
-    if node.args and isinstance(node.args[0], fx.Node) and name_of(node) in tagged("view"):
+    if node.args and isinstance(node.args[0], fx.Node) and target_name(node) in tagged("view"):
         yield node.args[0]
     if storages[node]:
         yield from (parent for parent in node.all_input_nodes if not storages[node].isdisjoint(storages[parent]))
@@ -74,7 +74,7 @@ def ancestors_with_writes(
     stop: Iterable[fx.Node] = (),
     reader: fx.Node | None = None,
     through: Mapping[fx.Node, fx.Node] | None = None,
-    memory: AliasSets | None = None,
+    alias_sets: AliasSets | None = None,
 ) -> set[fx.Node]:
     """Return the results and all nodes that they are computed from, in-place writes included.
 
@@ -82,14 +82,14 @@ def ancestors_with_writes(
         stop: nodes at which the walk ends; they are not returned.
         reader: the node that reads the results; later writes do not matter.  The last of the results by default.
         through: for some nodes, the one operand that the walk follows.
-        memory: of the graph, if the caller has it.
+        alias_sets: of the graph, if the caller has them.
     """
-    memory = memory or AliasSets(results[0].graph)
+    alias_sets = alias_sets or AliasSets(results[0].graph)
     last = reader or max(results)
 
     def following(node: fx.Node) -> list[fx.Node]:
         operands = [through[node]] if through and node in through else node.all_input_nodes
-        writers = memory.writers(node)
+        writers = alias_sets.writers(node)
         return [*operands, *(writer for writer in writers if writer < last)] if writers else operands
 
     return set(reach(results, following, stop))
@@ -111,7 +111,7 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     of_schema = fx_nodes.written_arguments(node)
     if of_schema is not None:
         return of_schema
-    name, written = name_of(node), [node.kwargs["out"]] if "out" in node.kwargs else []
+    name, written = target_name(node), [node.kwargs["out"]] if "out" in node.kwargs else []
     of_operators = node.op == "call_function" and getattr(operator, name, None) is node.target  # and_, or_, not_
     in_place = name.endswith("_") and not name.endswith("__") and not of_operators
     if node.args and (in_place or name in tagged("augments") or _is_called_in_place(node)):
@@ -139,16 +139,16 @@ def writers_to(nodes: set[fx.Node]) -> list[fx.Node]:
     """Return the nodes that write in place to the memory of any of `nodes`, views included, in order."""
     if not nodes:
         return []
-    memory = AliasSets(next(iter(nodes)).graph)
-    return sorted({writer for node in nodes for writer in memory.writers(node)})
+    alias_sets = AliasSets(next(iter(nodes)).graph)
+    return sorted({writer for node in nodes for writer in alias_sets.writers(node)})
 
 
-def overwriting_node(nodes: set[fx.Node], memory: AliasSets, since: fx.Node | None = None) -> fx.Node | None:
+def overwriting_node(nodes: set[fx.Node], alias_sets: AliasSets, since: fx.Node | None = None) -> fx.Node | None:
     """Return the first node outside `nodes` that writes to their memory, after `since` if that is given, or None.
 
     Such a write means that `nodes` alone do not determine what is computed.
     """
-    others = {writer for node in nodes for writer in memory.writers(node)} - nodes
+    others = {writer for node in nodes for writer in alias_sets.writers(node)} - nodes
     return min((writer for writer in others if since is None or since < writer), default=None)
 
 
@@ -161,19 +161,19 @@ def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
     Args:
         among: the nodes that may be removed; all nodes by default.
     """
-    memory = AliasSets(graph)
+    alias_sets = AliasSets(graph)
     needed: set[fx.Node] = set()
     read: set[fx.Node] = set()
     mapped = _MappedRegions()
     for node in reversed(graph.nodes):
-        owner = memory.of(node)
+        owner = alias_sets.root(node)
         stays = among is not None and node not in among
         lasting = stays or node.op in ("placeholder", "output") or fx_nodes.mutates(node)
         lasting = lasting or fx_nodes.has_side_effect(node)
         written = writes(node) and (owner in read or owner.op in ("placeholder", "get_attr"))
         if lasting or written or needed.intersection(node.users):
             needed.add(node)
-            read.update(map(memory.of, node.all_input_nodes))
+            read.update(map(alias_sets.root, node.all_input_nodes))
         needed.update(mapped.markers(node, node in needed))
     for node in reversed(list(graph.nodes)):
         if node not in needed and not node.users:
@@ -219,23 +219,25 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
     """
     if fx_nodes.is_operator(node):
         return parent in fx_nodes.aliased_arguments(node)
-    result, taken = value(node), value(parent)
+    result, taken = example_value(node), example_value(parent)
     if isinstance(taken, (torch.SymInt, int)):
         return False
     if not isinstance(result, torch.Tensor) or not isinstance(taken, torch.Tensor):
         return True
     recorded = tensors.is_fake(result) and tensors.is_fake(taken)
-    return tensors.share_memory(result, taken) or (not recorded and (writes(node) or name_of(node) in tagged("view")))
+    return tensors.share_memory(result, taken) or (
+        not recorded and (writes(node) or target_name(node) in tagged("view"))
+    )
 
 
-def dependents(among: set[fx.Node], roots: Sequence[fx.Node], memory: AliasSets | None = None) -> set[fx.Node]:
+def dependents(among: set[fx.Node], roots: Sequence[fx.Node], alias_sets: AliasSets | None = None) -> set[fx.Node]:
     """Return the roots and the nodes of `among` computed from them, including memory that these nodes write to."""
     found, todo = set(roots), list(roots)
     while todo:
         following = [user for user in todo.pop().users if user in among and user not in found]
         for node in filter(writes, list(following)):
-            memory = memory or AliasSets(node.graph)
-            owner = memory.of(node)
+            alias_sets = alias_sets or AliasSets(node.graph)
+            owner = alias_sets.root(node)
             following += [owner] if owner in among and owner not in found else []
         found.update(following)
         todo += following

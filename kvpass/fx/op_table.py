@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.fx.walk import is_tensor, value
+from kvpass.fx.walk import example_value, is_tensor
 from kvpass.torch_private import dynamo, fx_nodes
 
 _LINEAR_ALGEBRA = types.SimpleNamespace(linalg_vector_norm=torch.linalg.vector_norm)  # `inv` there is another operator
 _HOMES = (torch, operator, torch.nn.functional, fx_nodes.NEURAL, torch.special, _LINEAR_ALGEBRA)
 
 
-def known_name(node: fx.Node) -> str:
+def operator_name(node: fx.Node) -> str:
     """Return the name of the torch operator that a node calls, or "" for any other node."""
     return _known(node.op, node.target)
 
@@ -118,9 +118,9 @@ def tagged(*tags: str) -> frozenset[str]:
     return frozenset(name for names in rows for name in names)
 
 
-def is_a(node: fx.Node, *tags: str) -> bool:
+def has_tag(node: fx.Node, *tags: str) -> bool:
     """Return whether a node calls an operator with any of some tags."""
-    return known_name(node) in tagged(*tags)
+    return operator_name(node) in tagged(*tags)
 
 
 _SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -173,7 +173,7 @@ def normalize_calls(graph: fx.Graph) -> None:
     `dtype`.
     """
     for node in list(graph.nodes):
-        name = known_name(node)
+        name = operator_name(node)
         names = _LEADING.get(name, ())
         arguments = {{"self": "input"}.get(key, key): argument for key, argument in node.kwargs.items()}
         if name == "where" and node.op == "call_method":
@@ -220,7 +220,7 @@ def signature(name: str) -> tuple[str, ...]:
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of a node by name: of a library's operator with defaults, of others that the table names."""
-    names, defaults = signature(known_name(node)), dict[str, Any]()
+    names, defaults = signature(operator_name(node)), dict[str, Any]()
     if fx_nodes.is_operator(node):
         names, defaults = fx_nodes.schema(node)
     arguments = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)  # keywords follow
@@ -241,20 +241,20 @@ def constant(argument: Any, gm: fx.GraphModule | None = None) -> float | None:
         return float(argument)
     if not is_tensor(argument):
         return None
-    name = known_name(argument)
+    name = operator_name(argument)
     number: Any = None
     if argument.op == "get_attr":
         literal = getattr(gm, str(argument.target), None)
         number = literal.item() if type(literal) is torch.Tensor and literal.numel() == 1 else None
     elif name in ("tensor", "scalar_tensor"):
         number = [*argument.args, *argument.kwargs.values()][0]
-    elif is_a(argument, "moves", "keeps"):
+    elif has_tag(argument, "moves", "keeps"):
         number = constant(argument.args[0], gm)
     elif name in tagged("creates"):
         number = named_arguments(argument).get("fill_value", _FILLS.get(name))
     if not isinstance(number, (bool, int, float)):
         return None
-    dtype = value(argument).dtype
+    dtype = example_value(argument).dtype
     held = float(torch.tensor(number, dtype=torch.float64).to(dtype))
     exact = dtype.is_floating_point or dtype == torch.bool or abs(held - number) < 1  # integers wrap around
     return held if exact else None
@@ -275,14 +275,14 @@ def counts_exactly(dtype: torch.dtype) -> bool:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Return whether a node computes each element from its operands' elements at the same index."""
-    name = known_name(node)
+    name = operator_name(node)
     two = len([arg for arg in node.args if is_tensor(arg)]) == 2
     return name in tagged("pointwise") or (name in ("max", "min") and two and not node.kwargs) or _drops_nothing(node)
 
 
 def _drops_nothing(node: fx.Node) -> bool:
     arguments = named_arguments(node)
-    return known_name(node) == "dropout" and not (arguments.get("p", 0.5) and arguments.get("training", True))
+    return operator_name(node) == "dropout" and not (arguments.get("p", 0.5) and arguments.get("training", True))
 
 
 def leaves(argument: Any) -> list[Any]:
@@ -304,7 +304,7 @@ def subscript(node: fx.Node) -> tuple[Any, ...]:
 
 def equation(node: fx.Node) -> tuple[list[fx.Node], list[str], str]:
     """Return an einsum's tensors, the letters of each and of its result; all empty if the result is not stated."""
-    text, *operands = node.args if known_name(node) == "einsum" else [""]
+    text, *operands = node.args if operator_name(node) == "einsum" else [""]
     left, arrow, result = str(text).replace(" ", "").partition("->")
     tensors = leaves(operands)  # they may come in a list
     stated = arrow and "." not in left and all(map(is_tensor, tensors))
@@ -316,7 +316,7 @@ def uses_only_as_size(node: fx.Node, size: fx.Node) -> bool:
 
     Elsewhere the same number may be a value, as in x / size.
     """
-    name = known_name(node)
+    name = operator_name(node)
     if name in ("getitem", "setitem"):
         bounds = [part.stop for part in subscript(node) if isinstance(part, slice)]
         return leaves([node.args, node.kwargs]).count(size) == leaves(bounds).count(size)

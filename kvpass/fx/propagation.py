@@ -20,17 +20,17 @@ import torch.fx as fx
 
 from kvpass.fx.op_table import (
     equation,
-    is_a,
+    has_tag,
     is_pointwise,
-    known_name,
     leaves,
     named_arguments,
+    operator_name,
     signature,
     subscript,
     tagged,
 )
 from kvpass.fx.shapes import expr, number
-from kvpass.fx.walk import is_size, is_tensor, operand_of, value
+from kvpass.fx.walk import example_value, is_size, is_tensor, operand_of
 from kvpass.torch_private import tensors
 
 _LIKE = frozenset({"expand_as", "view_as"})  # the second operand gives only its shape
@@ -41,9 +41,9 @@ def propagate_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 
     The answer holds for this operand alone: a caller asks about each operand that has the axis.
     """
-    if not isinstance(value(operand), (torch.Tensor, tuple, list)) or value(node) is None:
+    if not isinstance(example_value(operand), (torch.Tensor, tuple, list)) or example_value(node) is None:
         return None
-    name = known_name(node)
+    name = operator_name(node)
     if is_pointwise(node):
         return _align_dim(node, operand, dim)
     if name in tagged("moves") and not _depends_on_content(node):
@@ -70,26 +70,26 @@ def common_dim(dims: Iterable[int | None]) -> int | None:
 
 
 def _align_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
-    shape, source = value(node).shape, value(operand).shape
+    shape, source = example_value(node).shape, example_value(operand).shape
     index = dim + len(shape) - len(source)
     return index if 0 <= index < len(shape) and expr(shape[index]) == expr(source[dim]) else None
 
 
 def _depends_on_content(node: fx.Node) -> bool:
     """Return whether the positions of elements in the result depend on a tensor's content."""
-    if known_name(node) in _LIKE:
+    if operator_name(node) in _LIKE:
         return False
     return any(is_tensor(leaf) for leaf in leaves((node.args[1:], *node.kwargs.values())))
 
 
 def _propagate_by_running(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     """Run the operation on coordinates along `dim`, and return the dimension of the result along which they lie."""
-    if isinstance(value(operand), (tuple, list)):  # an item of a split tensor
-        return dim if known_name(node) == "getitem" and isinstance(node.args[1], int) else None
+    if isinstance(example_value(operand), (tuple, list)):  # an item of a split tensor
+        return dim if operator_name(node) == "getitem" and isinstance(node.args[1], int) else None
     small = SmallSizes([node])
-    size, shape = value(operand).shape[dim], list(small.shape(operand))
+    size, shape = example_value(operand).shape[dim], list(small.shape(operand))
     alone = isinstance(size, int) and size == 1
-    if alone and known_name(node) == "expand":
+    if alone and operator_name(node) == "expand":
         return _align_dim(node, operand, dim)
     if alone:  # one element does not reveal its new axis; an operation that names the size fails on two
         shape[dim] = 2
@@ -98,7 +98,7 @@ def _propagate_by_running(node: fx.Node, operand: fx.Node, dim: int) -> int | No
     except (RuntimeError, IndexError, ValueError, TypeError):
         return None
     several = isinstance(result, (tuple, list))
-    parts = [*zip(result, value(node), strict=True)] if several else [(result, value(node))]
+    parts = [*zip(result, example_value(node), strict=True)] if several else [(result, example_value(node))]
     return common_dim(_dim_of_coordinates(part, known, shape[dim], size) for part, known in parts)
 
 
@@ -110,7 +110,7 @@ def _dim_of_coordinates(made: Any, known: Any, count: int, size: Any) -> int | N
 
 def swaps_last_two(node: fx.Node) -> bool:
     """Return whether a node transposes its operand's last two dimensions, by whatever operator."""
-    if not is_a(node, "moves") or _depends_on_content(node):
+    if not has_tag(node, "moves") or _depends_on_content(node):
         return False
     small, source = SmallSizes([node]), operand_of(node)
     operand = torch.empty(small.shape(source), device="meta")
@@ -141,9 +141,9 @@ def counted_dim(made: Any, count: int) -> int | None:
 
 def _dims(node: fx.Node, ndim: int) -> set[int] | None:
     """Return the dimensions that an operation works along, or None if they are unknown or all."""
-    if len(node.args) > len(signature(known_name(node))):  # as in x.count_nonzero(0, 1)
+    if len(node.args) > len(signature(operator_name(node))):  # as in x.count_nonzero(0, 1)
         return None
-    dim = named_arguments(node).get("dim", 1 if known_name(node) == "normalize" else None)
+    dim = named_arguments(node).get("dim", 1 if operator_name(node) == "normalize" else None)
     dims: list[Any] = list(dim) if isinstance(dim, (tuple, list)) else [dim]
     known = bool(dims) and all(isinstance(d, int) and not isinstance(d, bool) for d in dims)
     return {d % ndim for d in dims} if known else None
@@ -153,7 +153,7 @@ def _without_dims(node: fx.Node, dim: int, goes: bool) -> int | None:
     source = named_arguments(node).get("input")
     if not isinstance(source, fx.Node) or not is_tensor(source):
         return None
-    dims = _dims(node, value(source).ndim)
+    dims = _dims(node, example_value(source).ndim)
     if dims is None or dim in dims:
         return None
     keeps = not goes or bool(named_arguments(node).get("keepdim", False))
@@ -162,8 +162,8 @@ def _without_dims(node: fx.Node, dim: int, goes: bool) -> int | None:
 
 def _without_features(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     shape = named_arguments(node).get("normalized_shape", 1)
-    mixed = len(shape) if isinstance(shape, (tuple, list)) else int(known_name(node) != "view_as_real")
-    return dim if dim < value(operand).ndim - mixed else None
+    mixed = len(shape) if isinstance(shape, (tuple, list)) else int(operator_name(node) != "view_as_real")
+    return dim if dim < example_value(operand).ndim - mixed else None
 
 
 def _outside_product(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
@@ -172,8 +172,8 @@ def _outside_product(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     The dimension that is summed over has none.
     """
     first, second = node.args[:2]
-    ndim, width = value(node).ndim, value(operand).ndim
-    if first is second or width < 2 or value(first).ndim < 2 or value(second).ndim < 2:  # type: ignore[arg-type]
+    ndim, width = example_value(node).ndim, example_value(operand).ndim
+    if first is second or width < 2 or example_value(first).ndim < 2 or example_value(second).ndim < 2:  # type: ignore[arg-type]
         return None
     if dim >= width - 2:
         summed = width - 1 if operand is first else width - 2
@@ -182,8 +182,8 @@ def _outside_product(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 
 
 def _without_joined(node: fx.Node, dim: int) -> int | None:
-    along = named_arguments(node).get("dim", 0) % value(node).ndim
-    if known_name(node) == "stack":
+    along = named_arguments(node).get("dim", 0) % example_value(node).ndim
+    if operator_name(node) == "stack":
         return int(dim + (along <= dim))
     return None if along == dim else dim
 
@@ -210,14 +210,14 @@ class SmallSizes:
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         """Draw numbers for the sizes of nodes and of their operands."""
         met = {each for node in nodes for each in (node, *node.all_input_nodes)}
-        values = (leaf for node in met for leaf in leaves(value(node)))
+        values = (leaf for node in met for leaf in leaves(example_value(node)))
         shapes = (leaf.shape if isinstance(leaf, torch.Tensor) else [leaf] for leaf in values)
         sizes = (size for shape in shapes for size in shape if isinstance(size, (int, torch.SymInt)))
         self._known = _draw_numbers(frozenset(map(expr, sizes)))
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Return the shape of a tensor in numbers."""
-        return tuple(number(size, self._known) for size in value(node).shape)
+        return tuple(number(size, self._known) for size in example_value(node).shape)
 
     def run(self, node: fx.Node, operands: dict[fx.Node, Any]) -> Any:
         """Run a node's operation on tensors of such sizes."""
@@ -227,7 +227,7 @@ class SmallSizes:
                 return operands[argument]
             if is_size(argument):
                 return number(argument, self._known)
-            if known_name(node) in _LIKE:
+            if operator_name(node) in _LIKE:
                 return torch.empty(()).expand(self.shape(argument))
             raise TypeError(f"{argument} is no size")
 
@@ -263,12 +263,12 @@ def lookup(node: fx.Node) -> tuple[fx.Node, dict[int, Any]] | None:
 
     An index may be a node, or for `getitem` any part of the subscript.
     """
-    name, arguments = known_name(node), named_arguments(node)
+    name, arguments = operator_name(node), named_arguments(node)
     if name == "getitem" and is_tensor(node.args[0]) and _depends_on_content(node):
-        return node.args[0], dict(_subscripts(subscript(node), value(node.args[0]).ndim))
-    if is_a(node, "looks_up") and isinstance(arguments.get("dim"), int):
+        return node.args[0], dict(_subscripts(subscript(node), example_value(node.args[0]).ndim))
+    if has_tag(node, "looks_up") and isinstance(arguments.get("dim"), int):
         index = arguments["indices" if name == "take_along_dim" else "index"]
-        return arguments["input"], {arguments["dim"] % value(arguments["input"]).ndim: index}
+        return arguments["input"], {arguments["dim"] % example_value(arguments["input"]).ndim: index}
     if name == "embedding" and is_tensor(arguments.get("weight")):
         return arguments["weight"], {0: arguments["input"]}
     return None
@@ -288,13 +288,13 @@ def _subscripts(parts: tuple[Any, ...], ndim: int) -> Any:
 
 def index_axis(node: fx.Node, index: fx.Node, dim: int) -> int | None:
     """Return the dimension of a lookup's result that follows `dim` of its index, or None."""
-    name = known_name(node)
+    name = operator_name(node)
     if name == "embedding":
         return dim
     if name == "index_select":
-        return int(named_arguments(node)["dim"] % value(node).ndim)
+        return int(named_arguments(node)["dim"] % example_value(node).ndim)
     if name in ("gather", "take_along_dim"):
-        along = named_arguments(node)["dim"] % value(node).ndim
+        along = named_arguments(node)["dim"] % example_value(node).ndim
         return dim if along == dim else None
     return _among_subscripts(node, index, dim)
 
@@ -307,13 +307,13 @@ def _among_subscripts(node: fx.Node, index: fx.Node, dim: int) -> int | None:
     """
     parts = subscript(node)
     tensors = [i for i, part in enumerate(parts) if is_tensor(part)]
-    if any(value(parts[i]).dtype == torch.bool for i in tensors):
+    if any(example_value(parts[i]).dtype == torch.bool for i in tensors):
         return None
-    rank = int(max(value(parts[i]).ndim for i in tensors))
+    rank = int(max(example_value(parts[i]).ndim for i in tensors))
     together = tensors == list(range(tensors[0], tensors[-1] + 1))
-    base = value(node.args[0]).ndim  # type: ignore[arg-type]
+    base = example_value(node.args[0]).ndim  # type: ignore[arg-type]
     named = sum(part is not None and part is not Ellipsis for part in parts)
     before = 0
     for part in itertools.takewhile(lambda p: not is_tensor(p), parts):
         before += base - named if part is Ellipsis else 0 if isinstance(part, int) else 1
-    return int((before if together else 0) + rank - value(index).ndim + dim)
+    return int((before if together else 0) + rank - example_value(index).ndim + dim)

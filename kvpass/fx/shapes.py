@@ -12,14 +12,14 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx.walk import is_size, is_tensor, placeholders, value
+from kvpass.fx.walk import example_value, is_size, is_tensor, placeholders
 from kvpass.torch_private import symbolic_shapes
 
 
 def expr(size: Any) -> sympy.Expr:
     """Return a size, symbolic or not, as a sympy expression."""
     if isinstance(size, fx.Node):
-        size = value(size)
+        size = example_value(size)
     return symbolic_shapes.expression(size) if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
@@ -38,25 +38,25 @@ def text(size: Any, renamed: Mapping[Any, Any]) -> str:
     return str(expr(size).xreplace(renamed))
 
 
-def token_dim(shape: Sequence[Any], queries: Any) -> int:
+def token_dim(shape: Sequence[Any], query_len: Any) -> int:
     """Return the dimension of positions that counts the new tokens: the last of their number, or else the last.
 
     The first of several dimensions counts rows, whose number may equal that of the new tokens.
     """
-    found = [d for d, size in enumerate(shape) if expr(size) == expr(queries) and (d or len(shape) == 1)]
+    found = [d for d, size in enumerate(shape) if expr(size) == expr(query_len) and (d or len(shape) == 1)]
     return found[-1] if found else len(shape) - 1
 
 
 def guards(graph: fx.Graph) -> list[sympy.Expr]:
     """Return Dynamo's guards on the sizes of a graph's arguments."""
-    return symbolic_shapes.guard_expressions(*map(value, placeholders(graph)))
+    return symbolic_shapes.guard_expressions(*map(example_value, placeholders(graph)))
 
 
 def pairs(node: fx.Node, argument: Any) -> list[tuple[Any, int]]:
     """Return the sizes in a placeholder's value, each with its number in an argument of a call."""
     if is_tensor(node):
-        return [*zip(value(node).shape, argument.shape, strict=True)]
-    return [(value(node), argument)] if is_size(node) else []
+        return [*zip(example_value(node).shape, argument.shape, strict=True)]
+    return [(example_value(node), argument)] if is_size(node) else []
 
 
 def measure_symbols(graph: fx.Graph, arguments: Sequence[Any]) -> dict[Any, int]:
@@ -72,8 +72,8 @@ def fix_floats(graph: fx.Graph) -> None:
     Dynamo makes an attribute such as an attention scale symbolic once it has met two models with different values.
     """
     for node in graph.nodes:
-        if isinstance(value(node), torch.SymFloat):
-            replace_by(node, float(value(node)))
+        if isinstance(example_value(node), torch.SymFloat):
+            replace_by(node, float(example_value(node)))
 
 
 def replace_by(node: fx.Node, argument: Any) -> None:
@@ -83,13 +83,13 @@ def replace_by(node: fx.Node, argument: Any) -> None:
 
 
 @dataclasses.dataclass
-class Sizes:
+class SizeResolver:
     """The rules for reading the symbolic sizes of a step graph.
 
     Attributes:
         cache_lengths: each layer's cache length, as an expression.
         known: the values in this call of the symbols that do not grow.
-        queries: q, the number of new tokens.
+        query_len: q, the number of new tokens.
         least: a lower bound of the lengths.
         totals: the lengths plus the new tokens, as Dynamo's sizes.
         dynamic: dynamic sizes that do not grow; `known` has their symbols.
@@ -97,7 +97,7 @@ class Sizes:
 
     cache_lengths: tuple[sympy.Expr, ...]
     known: dict[sympy.Symbol, Any]
-    queries: Any
+    query_len: Any
     least: int = 0
     totals: tuple[Any, ...] = ()
     dynamic: symbolic_shapes.SymbolicSizes | None = None
@@ -112,7 +112,7 @@ class Sizes:
 
     def _simplified_size(self, size: Any) -> sympy.Expr:
         """Simplify a size, once for all equal sizes: a graph has thousands of them, and sympy is slow."""
-        size = value(size) if isinstance(size, fx.Node) else size
+        size = example_value(size) if isinstance(size, fx.Node) else size
         written = expr(size)
         if written not in self._simplified:
             self._simplified[written] = self._simplify(size)
@@ -145,7 +145,7 @@ class Sizes:
         symbols = expr(size).free_symbols
         return bool(symbols) and not self.grows_in(expr(size))
 
-    def fixed_size(self, size: Any) -> Any:
+    def resolved_size(self, size: Any) -> Any:
         """Return a size that does not grow, as a number or a dynamic size."""
         simple = self._simplified_size(size)
         return self.dynamic.size(sympy.expand(simple)) if self.dynamic else int(simple)
@@ -156,7 +156,7 @@ class Sizes:
 
     def _adds_up(self, size: Any) -> bool:
         return any(
-            sympy.expand(self._simplified_size(size) - length).subs(self.known) == expr(self.queries)
+            sympy.expand(self._simplified_size(size) - length).subs(self.known) == expr(self.query_len)
             and length.free_symbols
             for length in self.cache_lengths
         )
@@ -166,7 +166,7 @@ class Sizes:
 
         The model's code then uses it where only the number of keys is valid, for example in an addition.
         """
-        size = value(size) if isinstance(size, fx.Node) else size
+        size = example_value(size) if isinstance(size, fx.Node) else size
         return any(symbolic_shapes.known_equal(size, total) for total in self.totals)
 
     def in_length(self, size: Any) -> sympy.Expr:
@@ -192,9 +192,9 @@ class Sizes:
         beyond = self.in_length(size) - LENGTH
         if self.grows_in(beyond):
             raise UnsupportedGraph(f"the graph returns {size}, which is not the cache's length plus a number")
-        return self.fixed_part(beyond)
+        return self.resolved_part(beyond)
 
-    def fixed_part(self, expression: sympy.Expr) -> Any:
+    def resolved_part(self, expression: sympy.Expr) -> Any:
         """Return an expression in which lengths have cancelled out, as a number or a dynamic size."""
         return self.dynamic.size(expression) if self.dynamic else int(expression)
 

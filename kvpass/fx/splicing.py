@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from kvpass.fx.alias import AliasSets, ancestors_with_writes, dependents
-from kvpass.fx.walk import arguments_text, is_size, placeholders, value
+from kvpass.fx.walk import arguments_text, example_value, is_size, placeholders
 from kvpass.torch_private import fx_nodes, tensors
 
 
@@ -21,20 +21,20 @@ def release_example_data(graph: fx.Graph) -> None:
     A graph outlives the arguments that it was compiled with, and must not keep their memory.
     """
     for node in placeholders(graph):
-        example = value(node)
+        example = example_value(node)
         if isinstance(example, torch.Tensor) and not tensors.is_fake(example):
-            kind: dict[str, Any] = dict(dtype=example.dtype, device="meta")
-            node.meta["example_value"] = torch.empty_strided(example.shape, example.stride(), **kind)
+            factory_kwargs: dict[str, Any] = dict(dtype=example.dtype, device="meta")
+            node.meta["example_value"] = torch.empty_strided(example.shape, example.stride(), **factory_kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
-class Slice:
+class Subgraph:
     """A subgraph cut out: `run(*replaced, *bound)` computes the value of the result.
 
     Attributes:
         module: the operations.
         bound: further nodes of the original graph that the subgraph reads.
-        key: equal for slices that compute the same, whatever the names of their nodes.
+        key: equal for subgraphs that compute the same, whatever the names of their nodes.
     """
 
     module: fx.GraphModule
@@ -50,7 +50,7 @@ class Slice:
         steps = [
             (n.op, None if n.op == "placeholder" else n.target, arguments_text(n, index.__getitem__)) for n in index
         ]
-        return (*steps, *((n.name, str(value(n))) for n in self.bound))
+        return (*steps, *((n.name, str(example_value(n))) for n in self.bound))
 
 
 def cut(
@@ -61,8 +61,8 @@ def cut(
     *,
     unpack: bool = False,
     reader: fx.Node | None = None,
-    memory: AliasSets | None = None,
-) -> Slice:
+    alias_sets: AliasSets | None = None,
+) -> Subgraph:
     """Cut out the computation of `results` from `replaced`; nodes independent of `replaced` become bound inputs.
 
     Args:
@@ -70,10 +70,10 @@ def cut(
         resolve: returns for a size node the number that replaces it, a dynamic size, which becomes a bound input, or
             None, which leaves the node in the subgraph.
         unpack: return the one result itself instead of a tuple.
-        reader, memory: see `ancestors_with_writes`.
+        reader, alias_sets: see `ancestors_with_writes`.
     """
-    needed = ancestors_with_writes(results, replaced, reader, memory=memory)
-    moving = dependents(needed, replaced, memory)
+    needed = ancestors_with_writes(results, replaced, reader, alias_sets=alias_sets)
+    moving = dependents(needed, replaced, alias_sets)
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in replaced}
     bound: list[fx.Node] = []
@@ -99,7 +99,7 @@ def cut(
     output_nodes = tuple(env[result] for result in results)
     graph.output(output_nodes[0] if unpack else output_nodes)
     put_first(graph, placeholders(graph))
-    return Slice(fx.GraphModule(gm, graph), tuple(bound))
+    return Subgraph(fx.GraphModule(gm, graph), tuple(bound))
 
 
 def extract(gm: fx.GraphModule, wanted: list[fx.Node], reader: fx.Node | None = None) -> fx.GraphModule:
@@ -149,7 +149,7 @@ def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
         node, function = graph.call_method(target, args), lambda x, *others: getattr(x, target)(*others)
     else:
         node, function = graph.call_function(target, args), target
-    node.meta["example_value"] = tensors.propagate(function, *map_arg(args, value))
+    node.meta["example_value"] = tensors.propagate(function, *map_arg(args, example_value))
     return node
 
 

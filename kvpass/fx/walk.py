@@ -19,7 +19,7 @@ from kvpass.errors import KVPassError, UnreadableGraph, UnsupportedGraph
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
-def value(node: fx.Node) -> Any:
+def example_value(node: fx.Node) -> Any:
     """Return the fake tensor, symbolic size or constant that Dynamo recorded for a node."""
     return node.meta.get("example_value")
 
@@ -33,7 +33,7 @@ def operand_of(node: fx.Node) -> fx.Node:
 
 def is_tensor(node: object) -> TypeGuard[fx.Node]:
     """Return whether an argument is a node that stands for a tensor."""
-    return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
+    return isinstance(node, fx.Node) and isinstance(example_value(node), torch.Tensor)
 
 
 def is_inexact(tensor: Tensor) -> bool:
@@ -43,7 +43,7 @@ def is_inexact(tensor: Tensor) -> bool:
 
 def is_size(node: object) -> TypeGuard[fx.Node]:
     """Return whether a node stands for a size and not for a tensor."""
-    recorded = value(node) if isinstance(node, fx.Node) else None
+    recorded = example_value(node) if isinstance(node, fx.Node) else None
     return isinstance(recorded, (torch.SymInt, int)) and not isinstance(recorded, bool)
 
 
@@ -103,14 +103,14 @@ def move_before(node: fx.Node, needed: fx.Node) -> None:
     """
     behind = ancestors(needed)
     if node in behind:
-        raise UnsupportedGraph(f"{source_line(needed)}: {name_of(needed)!r} depends on {name_of(node)!r}")
+        raise UnsupportedGraph(f"{source_line(needed)}: {target_name(needed)!r} depends on {target_name(node)!r}")
     order = list(node.graph.nodes)
     for later in order[order.index(node) :]:
         if later in behind:
             node.prepend(later)
 
 
-def name_of(node: fx.Node) -> str:
+def target_name(node: fx.Node) -> str:
     """Return the bare name of a node's target."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 

@@ -96,7 +96,7 @@ def weights_of(rotate: Callable[[Tensor], Tensor], pairs: RotaryPairs, like: Ten
     return torch.where(leads, first, second), torch.where(leads, second, first)
 
 
-Rotation = Callable[[Sections], list[Tensor]]
+RotateKeys = Callable[[Sections], list[Tensor]]
 """A function that rotates keys [B, Hkv, N, D] by their slots' positions.
 
 It returns sections [B, Hkv, N, d] of D.
@@ -115,7 +115,7 @@ def attend(
     scale: float,
     mask: Tensor,
     bias: Tensor | None = None,
-    rotate: Rotation | None = None,
+    rotate: RotateKeys | None = None,
     cap: float | None = None,
     sink_logit: Tensor | None = None,
     with_logits: bool = True,
@@ -159,7 +159,7 @@ def attend(
     output = value.format.weighted_sum(probabilities.flatten(2, 3), value.parts, query.dtype)  # [B, Hkv, G*q, Dv]
     output = output.view(*query.shape[:4], -1)
     if unknown_queries is not None:  # only in the output: a policy would add NaN to its scores
-        output = torch.where(unknown_queries.of(logits.amax(-1, keepdim=True)), torch.nan, output)
+        output = torch.where(unknown_queries.mask(logits.amax(-1, keepdim=True)), torch.nan, output)
     return output, probabilities if with_logits else None, logits if with_logits else None
 
 
@@ -196,7 +196,7 @@ class UnknownQueries(NamedTuple):
     padded: Tensor
     rounded: Tensor | None = None
 
-    def of(self, most: Tensor) -> Tensor:
+    def mask(self, most: Tensor) -> Tensor:
         """Return which queries with these highest logits are unknown."""
         unknown = self.padded & (most <= HIDDEN)
         if self.rounded is not None:
@@ -219,7 +219,7 @@ def softmax_with_sink(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
     return probs / (total.clamp_min(1) if sink_logit is None else total + torch.exp(sink_logit - most))
 
 
-def query_key_logits(query: Tensor, key: EncodedVectors, *, scale: float, rotate: Rotation | None = None) -> Tensor:
+def query_key_logits(query: Tensor, key: EncodedVectors, *, scale: float, rotate: RotateKeys | None = None) -> Tensor:
     """Return the logits before mask and bias, [B, Hkv, G, q, C] in the dtype of `upcast`.
 
     The products are in the model's dtype.

@@ -564,7 +564,7 @@ def attend_by_kernel(
     output, most, total, logits = torch.ops.kvpass.attend_slots(query, keys, values, *stored, *given)
     most = most[..., None]
     if unknown_queries is not None:
-        output = torch.where(unknown_queries.of(most), torch.nan, output)
+        output = torch.where(unknown_queries.mask(most), torch.nan, output)
     if not with_logits:
         return output, None, None
     return output, torch.exp(logits - most.clamp_min(LOWEST.value)) / total[..., None], logits

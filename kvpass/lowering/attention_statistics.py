@@ -290,7 +290,7 @@ class StatisticsOperands(AttentionInputs):
 
 
 def statistics(
-    policy: Policy, spec: StatisticsOperands, valid: Tensor, budget: Budget | Tensor, value: Tensor | None = None
+    policy: Policy, operands: StatisticsOperands, valid: Tensor, budget: Budget | Tensor, value: Tensor | None = None
 ) -> list[Tensor]:
     """Compute the tensors that the policy reads.
 
@@ -303,10 +303,12 @@ def statistics(
         The output [B, Hq, q, Dv] of attention if there are values, then those of `statistics_of`.
     """
     by_row = budget if isinstance(budget, Tensor) and "scan" in policy.statistics else None
-    arguments = StatisticsArguments(statistics_of(policy), spec.causal, spec.scale, spec.cap, spec.heads)
-    arguments = arguments.for_policy(policy, None if isinstance(budget, Tensor) else budget, spec.sharding)
+    arguments = StatisticsArguments(
+        statistics_of(policy), operands.causal, operands.scale, operands.cap, operands.heads
+    )
+    arguments = arguments.for_policy(policy, None if isinstance(budget, Tensor) else budget, operands.sharding)
     results: list[Tensor] = attention_statistics(
-        spec.query, spec.key, value, spec.mask, spec.sink_logit, valid, by_row, arguments.to_text()
+        operands.query, operands.key, value, operands.mask, operands.sink_logit, valid, by_row, arguments.to_text()
     )
     return results
 

@@ -47,7 +47,7 @@ class Pins:
         """Return the pins for a call with `count` more tokens before these, which are not pinned."""
         return dataclasses.replace(self, mask=torch.nn.functional.pad(self.mask, (count, 0)))
 
-    def check(self, policy: Policy, rows: int, queries: int) -> None:
+    def check(self, policy: Policy, rows: int, query_len: int) -> None:
         """Check that the pins are for this call, and that the policy allows them.
 
         Raises:
@@ -59,9 +59,9 @@ class Pins:
             raise PolicyError(f"pin: not supported for {policy.name!r}, whose heads have budgets of their own")
         if policy.spans:
             raise PolicyError(f"pin: spans={policy.spans} divide the budget already: pass either spans or pins")
-        if self.mask.shape != (rows, queries):
+        if self.mask.shape != (rows, query_len):
             raise PolicyError(
-                f"pin: given for tokens of shape {tuple(self.mask.shape)}, and the model passes {(rows, queries)} to "
+                f"pin: given for tokens of shape {tuple(self.mask.shape)}, and the model passes {(rows, query_len)} to "
                 "its layers: pins need a model that passes on all new tokens in one call"
             )
 

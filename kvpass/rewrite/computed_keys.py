@@ -2,7 +2,7 @@
 
 The cache of such a layer holds a latent vector and a shared key for each token, and the model computes the keys and
 values of all heads from them.  This subgraph is cut out and applied to slots when they are read, under `vmap` as in
-`kvpass.rewrite.mask_slice`.  The slots hold the cached vectors and are no larger.
+`kvpass.rewrite.mask_subgraph`.  The slots hold the cached vectors and are no larger.
 
 A mask may also be computed from cached vectors, for example a bias for each key that is computed from its value.  The
 tensors that such a mask reads from the vectors of one token, its *key features*, are cut out with the keys and values.
@@ -24,9 +24,9 @@ from torch import Tensor
 from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, propagation, splicing, walk
-from kvpass.fx.shapes import Sizes, expr
-from kvpass.fx.splicing import Slice
-from kvpass.fx.walk import value
+from kvpass.fx.shapes import SizeResolver, expr
+from kvpass.fx.splicing import Subgraph
+from kvpass.fx.walk import example_value
 
 
 def join_heads(vectors: Tensor) -> Tensor:
@@ -44,12 +44,12 @@ class ComputedKeys:
     """Compute keys and values from cached vectors.
 
     Attributes:
-        slice: from the cached pair of one token, [B, h, 1, D'] and [B, h, 1, Dv'], to its key and value [B, Ha, 1, D]
-            and its key features.
+        subgraph: from the cached pair of one token, [B, h, 1, D'] and [B, h, 1, Dv'], to its key and value
+            [B, Ha, 1, D] and its key features.
         heads: h.
     """
 
-    slice: Slice
+    subgraph: Subgraph
     heads: int
 
     def on_slots(self, key: Tensor, value: Tensor, bound: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -61,7 +61,7 @@ class ComputedKeys:
 
         def compute_one(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
             pair = [torch.unflatten(x, -1, (self.heads, -1))[:, :, None] for x in (key, value)]  # [B, h, 1, D']
-            keys, values, *key_features = self.slice.run(*pair, *bound)
+            keys, values, *key_features = self.subgraph.run(*pair, *bound)
             return keys[:, :, 0], values[:, :, 0], *key_features
 
         keys, values, *key_features = torch.vmap(compute_one, in_dims=1)(key[:, 0], value[:, 0])
@@ -69,7 +69,7 @@ class ComputedKeys:
 
 
 def cut_computed_keys(
-    step_gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, key_features: Sequence[fx.Node]
+    step_gm: fx.GraphModule, site: AttentionSite, sizes: SizeResolver, key_features: Sequence[fx.Node]
 ) -> ComputedKeys | None:
     """Cut out the computation of a site's keys, values and features; None if it attends to the cached vectors.
 
@@ -78,7 +78,7 @@ def cut_computed_keys(
     """
     if not site.computed:
         return None
-    tokens = _TokenAxis({expr(value(node).shape[2]) for node in (site.grown_key, site.grown_value)}, sizes)
+    tokens = _TokenAxis({expr(example_value(node).shape[2]) for node in (site.grown_key, site.grown_value)}, sizes)
     if not site.length_symbols:
         raise UnsupportedGraph(
             f"{walk.source_line(site.call)}: the model's code compares the cache's length with a number, so its "
@@ -91,10 +91,10 @@ def cut_computed_keys(
     _check_rows([node for node in step_gm.graph.nodes if node in subgraph], stored)
 
     def resolve(node: fx.Node) -> int:
-        return 1 if tokens.counts(node) else sizes.fixed_size(node)
+        return 1 if tokens.counts(node) else sizes.resolved_size(node)
 
     return ComputedKeys(
-        splicing.cut(step_gm, results, stored, resolve, reader=site.call), value(site.grown_key).shape[1]
+        splicing.cut(step_gm, results, stored, resolve, reader=site.call), example_value(site.grown_key).shape[1]
     )
 
 
@@ -103,7 +103,7 @@ class _TokenAxis:
     """The sizes that count tokens in the grown keys and values, and all sizes of the graph."""
 
     totals: set[sympy.Expr]
-    sizes: Sizes
+    sizes: SizeResolver
 
     def counts(self, node: fx.Node) -> bool:
         """Return whether a node is the number of tokens."""
@@ -111,12 +111,12 @@ class _TokenAxis:
 
     def has(self, node: fx.Node) -> bool:
         """Return whether a node is a tensor, or several tensors, with entries for the tokens."""
-        parts = value(node) if isinstance(value(node), (tuple, list)) else [value(node)]
+        parts = example_value(node) if isinstance(example_value(node), (tuple, list)) else [example_value(node)]
         return any(map(self.sizes.growing_dims, parts))
 
     def axis(self, node: fx.Node) -> int | None:
         """Return the one dimension that runs over the tokens, or None."""
-        first = value(node)[0] if isinstance(value(node), (tuple, list)) else value(node)
+        first = example_value(node)[0] if isinstance(example_value(node), (tuple, list)) else example_value(node)
         growing = self.sizes.growing_dims(first)
         return growing[0] if len(growing) == 1 and expr(first.shape[growing[0]]) in self.totals else None
 
@@ -129,34 +129,36 @@ def _check_per_token(node: fx.Node, tokens: _TokenAxis) -> None:
             f"{walk.source_line(node)}: keys or values are computed from the number of keys, which is another one "
             "on slots"
         )
-    if not isinstance(value(node), torch.Tensor):
+    if not isinstance(example_value(node), torch.Tensor):
         return  # a size, or a tuple whose items are checked
     axis = tokens.axis(node)
     parents = [p for p in node.all_input_nodes if tokens.has(p)]
-    alike = op_table.is_a(node, "creates") or all(_propagate_dim(node, p, tokens.axis(p)) == axis for p in parents)
+    alike = op_table.has_tag(node, "creates") or all(_propagate_dim(node, p, tokens.axis(p)) == axis for p in parents)
     if axis is None or not alike:
         raise UnsupportedGraph(
-            f"{walk.source_line(node)}: keys or values are computed from the cache by {walk.name_of(node)!r}, which "
-            "may mix tokens, so it cannot be evaluated for one slot"
+            f"{walk.source_line(node)}: keys or values are computed from the cache by {walk.target_name(node)!r}, "
+            "which may mix tokens, so it cannot be evaluated for one slot"
         )
 
 
 def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
     """Raise UnsupportedGraph if a node, given in graph order, may mix rows, whose slots hold different tokens."""
-    count = expr(value(stored[0]).shape[0])
+    count = expr(example_value(stored[0]).shape[0])
     if count == 1:
         return
     rows: dict[fx.Node, int | None] = dict.fromkeys(stored, 0)
     for node in nodes:
-        if op_table.is_a(node, "creates"):
-            rows[node] = 0 if expr(value(node).shape[0]) == count else None
-        elif isinstance(value(node), (torch.Tensor, tuple, list)) and not isinstance(value(node), torch.Size):
+        if op_table.has_tag(node, "creates"):
+            rows[node] = 0 if expr(example_value(node).shape[0]) == count else None
+        elif isinstance(example_value(node), (torch.Tensor, tuple, list)) and not isinstance(
+            example_value(node), torch.Size
+        ):
             parents = [parent for parent in node.all_input_nodes if parent in rows]
             rows[node] = propagation.common_dim(_propagate_dim(node, parent, rows[parent]) for parent in parents)
             if rows[node] is None:
                 raise UnsupportedGraph(
                     f"{walk.source_line(node)}: keys or values are computed from the cache by "
-                    f"{walk.name_of(node)!r}, which may mix the rows of a batch"
+                    f"{walk.target_name(node)!r}, which may mix the rows of a batch"
                 )
 
 
@@ -164,9 +166,9 @@ def _propagate_dim(node: fx.Node, parent: fx.Node, axis: int | None) -> int | No
     """Return the dimension of a result whose slices depend on no other slices of an operand along `axis`, or None."""
     if axis is None:
         return None
-    if walk.name_of(node) in ("copy_", "setitem"):  # one tensor over another, or over a part along other dimensions
-        last = value(node).ndim - value(parent).ndim + axis
-        return last if walk.name_of(node) == "copy_" or parent is node.args[0] or _writes_whole(node) else None
+    if walk.target_name(node) in ("copy_", "setitem"):  # one tensor over another, or over a part along other dimensions
+        last = example_value(node).ndim - example_value(parent).ndim + axis
+        return last if walk.target_name(node) == "copy_" or parent is node.args[0] or _writes_whole(node) else None
     return propagation.propagate_dim(node, parent, axis)
 
 

@@ -9,10 +9,10 @@ import sympy  # type: ignore[import-untyped]
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.fx.walk import value
+from kvpass.fx.walk import example_value
 from kvpass.rewrite.inputs import AddedInputs
-from kvpass.rewrite.rotary_slice import RotarySlice
-from kvpass.rewrite.step_graph import StepCall, StepGraph
+from kvpass.rewrite.rotary_subgraph import RotarySubgraph
+from kvpass.rewrite.step_graph import StepGraph, StepRewriteInput
 
 
 @dataclasses.dataclass
@@ -63,15 +63,15 @@ class Lengths:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotations:
+class RotaryResults:
     """The rotary embeddings of keys: the result of `rank_positions`, empty if keys are stored as they are attended to.
 
     Attributes:
-        slices, raw_keys: for each layer, its embedding as a function, and the keys before it.
+        subgraphs, raw_keys: for each layer, its embedding as a function, and the keys before it.
         positions: indices of Dynamo's arguments that ranks replaced.
     """
 
-    slices: list[RotarySlice] = dataclasses.field(default_factory=list)
+    subgraphs: list[RotarySubgraph] = dataclasses.field(default_factory=list)
     raw_keys: list[fx.Node] = dataclasses.field(default_factory=list)
     positions: tuple[int, ...] = ()
 
@@ -123,14 +123,14 @@ class StepContext(StepGraph):
 
     policy_weights: PolicyWeights
     lengths: Lengths
-    rotations: Rotations
+    rotations: RotaryResults
     write_indices: list[fx.Node]
     attention: AttentionResults
     valid_output: fx.Node | None
     host_checks: list[fx.Node]
     outputs: Outputs
 
-    def __init__(self, call: StepCall) -> None:
+    def __init__(self, call: StepRewriteInput) -> None:
         super().__init__(call)
         self.inputs = AddedInputs(self)
         self.records: list[PassRecord] = []
@@ -144,7 +144,7 @@ class StepContext(StepGraph):
     def _copy(self, node: fx.Node) -> fx.Node:
         with self.graph.inserting_after(self.length):
             copied = self.graph.call_method("clone", (node,))
-        copied.meta["example_value"] = value(node)
+        copied.meta["example_value"] = example_value(node)
         return copied
 
 

@@ -43,7 +43,7 @@ def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[
     writers = sorted(filter(alias.writes, needed))  # a value may read the cache through a write to its memory alone
     first = next(node for node in (*wanted, *writers) if not pasts.isdisjoint(walk.ancestors(node)))
     raise UnsupportedGraph(
-        f"{walk.source_line(first)}: {walk.name_of(first)!r} reads all tokens in the cache, as attention probabilities "
-        "and checks of the cache do, and slots do not hold every token: leave that out (output_attentions), or run the "
-        "model uncompiled"
+        f"{walk.source_line(first)}: {walk.target_name(first)!r} reads all tokens in the cache, as attention "
+        "probabilities and checks of the cache do, and slots do not hold every token: leave that out "
+        "(output_attentions), or run the model uncompiled"
     )

@@ -10,8 +10,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.slots import AnySlots, ClassedSlots
-from kvpass.fx.walk import value
-from kvpass.rewrite.mask_slice import PerTokenInput
+from kvpass.fx.walk import example_value
+from kvpass.rewrite.mask_subgraph import PerTokenInput
 from kvpass.rewrite.step_graph import StepGraph
 from kvpass.torch_private import dynamo
 
@@ -31,10 +31,10 @@ class GatheredInput:
     is_argument: bool
     tensor_index: int
 
-    def gather(self, tensor: Tensor, slots: AnySlots, queries: int) -> Tensor:
+    def gather(self, tensor: Tensor, slots: AnySlots, query_len: int) -> Tensor:
         """Return the entries [B, H', C + q, ...]: of the slots, then of the new tokens."""
         assert not isinstance(slots, ClassedSlots)  # the pass that attends refuses such inputs for slots in classes
-        new_index = slots.length[:, None] + torch.arange(queries, device=slots.length.device)
+        new_index = slots.length[:, None] + torch.arange(query_len, device=slots.length.device)
         index = torch.cat([slots.index, new_index[:, None].expand(-1, slots.index.shape[1], -1)], -1)
         return self.entry.gather(tensor, index.to(tensor.device))
 
@@ -62,23 +62,25 @@ class AddedInputs:
     def column(self, argument: fx.Node) -> fx.Node:
         """Return the input with the new tokens' columns of an argument that has a column for every token."""
         if argument not in self.columns:
-            shape = (*map(self._step.sizes.fixed_size, value(argument).shape[:-1]), self._step.queries)
-            self.columns[argument] = self._new(f"{argument.name}_now", shape, value(argument).dtype)
+            shape = (*map(self._step.sizes.resolved_size, example_value(argument).shape[:-1]), self._step.query_len)
+            self.columns[argument] = self._new(f"{argument.name}_now", shape, example_value(argument).dtype)
         return self.columns[argument]
 
     def entry(self, layer: int, entry: PerTokenInput) -> fx.Node:
         """Return the input with the entry of each slot's token in a layer."""
         step, name = self._step, entry.node.name
         if (layer, entry) not in self.entries:
-            count = step.capacities[layer] + step.queries
+            count = step.capacities[layer] + step.query_len
             shape = (step.batch, step.layouts[layer].metadata_heads, count, *entry.entry_shape)
-            self.entries[layer, entry] = self._new(f"{name}_at_{layer}", shape, value(entry.node).dtype)
+            self.entries[layer, entry] = self._new(f"{name}_at_{layer}", shape, example_value(entry.node).dtype)
         return self.entries[layer, entry]
 
     def host_input(self, node: fx.Node) -> fx.Node:
         """Return the input with the value of a node that reads all tokens."""
         if node not in self.host_inputs:
-            self.host_inputs[node] = self._new(f"{node.name}_on_host", self._step.shape(node), value(node).dtype)
+            self.host_inputs[node] = self._new(
+                f"{node.name}_on_host", self._step.shape(node), example_value(node).dtype
+            )
         return self.host_inputs[node]
 
     def valid(self, layer: int) -> fx.Node:
@@ -86,7 +88,7 @@ class AddedInputs:
         step, padding_inputs = self._step, self._step.padding_inputs.by_layer[layer]
         if padding_inputs in self._valid:
             return self._valid[padding_inputs]
-        shape, device = (step.batch, step.queries), step.device
+        shape, device = (step.batch, step.query_len), step.device
 
         def function(*columns: Tensor) -> list[Tensor]:
             valid = torch.ones(shape, dtype=torch.bool, device=device)

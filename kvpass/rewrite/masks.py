@@ -14,9 +14,9 @@ from kvpass.capture import key_axis, sparse_index
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.key_axis import MaskContext
 from kvpass.fx import op_table, splicing, walk
-from kvpass.fx.walk import value
+from kvpass.fx.walk import example_value
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.mask_slice import MaskSlice, cut_mask
+from kvpass.rewrite.mask_subgraph import MaskSubgraph, cut_mask
 
 
 class Masks:
@@ -25,16 +25,16 @@ class Masks:
     def __init__(self, step: StepContext) -> None:
         self._step = step
         self.dropped_outputs: dict[int, tuple[int, int]] = {}
-        self._cut: dict[tuple[object, ...], MaskSlice] = {}
+        self._cut: dict[tuple[object, ...], MaskSubgraph] = {}
         self._firsts: dict[int, fx.Node] = {}
 
-    def of(self, site: AttentionSite, layer: int) -> tuple[MaskOnSlots | None, Any]:
+    def for_site(self, site: AttentionSite, layer: int) -> tuple[MaskOnSlots | None, Any]:
         """Return the mask on the slots of a layer, and a key that equal masks share."""
         step, window = self._step, self._step.windows[layer]
         if site.mask is None:
             return None, None
-        if window is None and not step.sizes.growing_dims(value(site.mask)):
-            return ColumnMask([site.mask], step.queries), "columns"
+        if window is None and not step.sizes.growing_dims(example_value(site.mask)):
+            return ColumnMask([site.mask], step.query_len), "columns"
         padding = tuple(node for node in step.padding_inputs.by_layer[layer] if node in step.padding_inputs.known)
         above = walk.ancestors(site.mask)
         key = site.mask, padding, window, *(node for node in (site.grown_key, site.grown_value) if node in above)
@@ -42,7 +42,7 @@ class Masks:
             self._drop_sparse_indices(site.mask)
             self._cut[key] = cut_mask(step.step_gm, site.mask, step.sizes, self._context(site, window, padding))
         sliced = self._cut[key]
-        bound = [step.inputs.host_input(node) if node in sliced.host_inputs else node for node in sliced.slice.bound]
+        bound = [step.inputs.host_input(node) if node in sliced.host_inputs else node for node in sliced.subgraph.bound]
         first = [] if window is None else [self._first_stored(window)]
         entries = [step.inputs.entry(layer, entry) for entry in sliced.entries]
         nodes = [*first, step.length, *entries, *bound]
@@ -55,7 +55,7 @@ class Masks:
         inputs = key_axis.token_inputs(nodes - pasts, step.argument_of, step.sizes)
         indices = step.lengths.key_indices[window]
         return MaskContext(
-            key_indices=[n for n in indices if n in nodes and op_table.counts_exactly(value(n).dtype)],
+            key_indices=[n for n in indices if n in nodes and op_table.counts_exactly(example_value(n).dtype)],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],
@@ -69,7 +69,7 @@ class Masks:
         step = self._step
         capacity, outputs = max(step.capacities), walk.results(step.graph)
         for index in sparse_index.sparse_indices(mask):
-            index.check(capacity if step.decodes else capacity + step.queries)
+            index.check(capacity if step.decodes else capacity + step.query_len)
             for node, dim in sparse_index.cached_scoring_keys(index, outputs):
                 past = step.placeholders.index(node.all_input_nodes[0])
                 self.dropped_outputs[outputs.index(node)] = (past, dim)
@@ -88,7 +88,7 @@ class ColumnMask:
     """A mask whose size does not grow, because the length was traced as a number: its columns are gathered."""
 
     nodes: list[fx.Node]
-    queries: int
+    query_len: int
     key_features = ()
     entries = ()
 
@@ -97,11 +97,11 @@ class ColumnMask:
     ) -> Tensor:
         mask = tensors[0]  # [B or 1, Hq or 1, q, S]
         rows, groups, _ = index.shape
-        mask = mask.expand(rows, -1, self.queries, -1)
+        mask = mask.expand(rows, -1, self.query_len, -1)
         mask = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))  # [B, h, g, q, S]
         mask = mask.expand(-1, max(mask.shape[1], groups), -1, -1, -1)
         columns = index.clamp(0, mask.shape[-1] - 1).expand(-1, mask.shape[1], -1)[:, :, None, None]
-        return mask.gather(-1, columns.expand(-1, -1, mask.shape[2], self.queries, -1))
+        return mask.gather(-1, columns.expand(-1, -1, mask.shape[2], self.query_len, -1))
 
 
-MaskOnSlots = MaskSlice | ColumnMask
+MaskOnSlots = MaskSubgraph | ColumnMask

@@ -23,13 +23,13 @@ from kvpass.rewrite.step_graph import has_loose_strides
 from kvpass.torch_private import fx_nodes, symbolic_shapes
 
 
-def new_columns(column: Tensor, seen: int, queries: int) -> Tensor:
+def new_columns(column: Tensor, length: int, query_len: int) -> Tensor:
     """Return the columns of the new tokens, [..., q], of an input with a column for every token, [..., S].
 
-    They are usually the last columns.  An input with columns for later tokens has them at `seen`.  The input of a
+    They are usually the last columns.  An input with columns for later tokens has them at `length`.  The input of a
     repeated step ends with an earlier token, and its last columns stand for the new ones.
     """
-    return column.narrow(-1, min(seen, column.shape[-1] - queries), queries)
+    return column.narrow(-1, min(length, column.shape[-1] - query_len), query_len)
 
 
 @dataclasses.dataclass
@@ -44,7 +44,7 @@ class StepRewrite:
         inputs: indices of Dynamo's arguments that the graph still takes.
         loose_inputs: those of `inputs` whose strides may change from call to call.
         columns: indices of Dynamo's arguments; the graph takes the new tokens' columns of each.
-        queries: q; it and `lengths` may be dynamic sizes, see `with_numbers`.
+        query_len: q; it and `lengths` may be dynamic sizes, see `with_numbers`.
         entries: inputs with an entry for each slot's token.
         outputs: for each output of the original graph, its index in the rewritten one; None for a cache.
         length_outputs: outputs of the original graph that are the tokens seen before plus a number, with that number.
@@ -64,7 +64,7 @@ class StepRewrite:
     inputs: list[int]
     loose_inputs: set[int]
     columns: list[int]
-    queries: Any
+    query_len: Any
     admitted_outputs: list[list[int]]
     dynamic: symbolic_shapes.SymbolicSizes | None = None
     examples: list[Any] | None = None
@@ -85,7 +85,7 @@ class StepRewrite:
             return self
         known = dict(zip(self.dynamic.symbols, numbers, strict=True))
         lengths = {index: shapes.number(size, known) for index, size in self.length_outputs.items()}
-        return dataclasses.replace(self, queries=shapes.number(self.queries, known), length_outputs=lengths)
+        return dataclasses.replace(self, query_len=shapes.number(self.query_len, known), length_outputs=lengths)
 
     def count_tokens(self, slots: list[AnySlots], results: Sequence[Any]) -> None:
         """Count the tokens of a step if its graph leaves that to its caller, see `move_counters_to_caller`."""
@@ -99,30 +99,30 @@ class StepRewrite:
         return list(fx_nodes.code_of(self.host_graph)(*arguments)) if self.host_graph else []
 
     def flat_arguments(
-        self, slots: list[AnySlots], arguments: tuple[Any, ...], host_inputs: list[Any], seen: int
+        self, slots: list[AnySlots], arguments: tuple[Any, ...], host_inputs: list[Any], length: int
     ) -> list[Any]:
         """Return the rewritten graph's arguments, from slots, Dynamo's arguments and the results of `run_host_graph`.
 
-        `seen` is the number of tokens before this call.
+        `length` is the number of tokens before this call.
         """
-        return [*self.fixed_arguments(slots), *self.call_arguments(arguments, host_inputs, slots, seen)]
+        return [*self.fixed_arguments(slots), *self.call_arguments(arguments, host_inputs, slots, length)]
 
     def fixed_arguments(self, slots: list[AnySlots]) -> list[Any]:
         """Return the arguments that all steps share: the slots' tensors and the policy's weights."""
         return [*(tensor for layer in slots for tensor in layer.tensors()), *self.policy_weights]
 
     def call_arguments(
-        self, arguments: tuple[Any, ...], host_inputs: list[Any], slots: list[AnySlots], seen: int
+        self, arguments: tuple[Any, ...], host_inputs: list[Any], slots: list[AnySlots], length: int
     ) -> list[Any]:
         """Return the arguments that change with the call, see `flat_arguments`."""
         dense, flat = torch.contiguous_format, list[Any]()
         for index in self.columns:
-            flat.append(new_columns(arguments[index], seen, self.queries).clone(memory_format=dense))
+            flat.append(new_columns(arguments[index], length, self.query_len).clone(memory_format=dense))
         further = host_inputs[len(self.grown) :]
         gathered = further[self.host_input_count :]
         for entry in self.entries:
             tensor = arguments[entry.tensor_index] if entry.is_argument else gathered[entry.tensor_index]
-            flat.append(entry.gather(tensor, slots[entry.layer], self.queries))
+            flat.append(entry.gather(tensor, slots[entry.layer], self.query_len))
         flat += further[: self.host_input_count]
         first = len(flat)
         flat += [arguments[index] for index in self.inputs]
@@ -176,7 +176,7 @@ _LINE = re.compile(r"\.py:\d+")
 
 def _loose_inputs(step: StepContext, inputs: Sequence[int]) -> set[int]:
     """Return the inputs whose strides may change, or refuse a graph that writes to one of them."""
-    result = {index for index in inputs if has_loose_strides(walk.value(step.placeholders[index]))}
+    result = {index for index in inputs if has_loose_strides(walk.example_value(step.placeholders[index]))}
     writers = alias.writers_to({step.placeholders[index] for index in result})
     if writers:
         raise UnsupportedGraph(
@@ -199,7 +199,7 @@ def _result(step: StepContext) -> StepRewrite:
         loose_inputs=_loose_inputs(step, inputs),
         columns=[step.placeholders.index(argument) for argument in step.inputs.columns],
         entries=entries,
-        queries=step.queries,
+        query_len=step.query_len,
         host_graph=build_host_graph(step, precomputed),
         host_input_count=len(step.inputs.host_inputs),
         dropped_outputs=step.attention.dropped_outputs,

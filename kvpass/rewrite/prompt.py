@@ -16,7 +16,7 @@ from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import value
+from kvpass.fx.walk import example_value
 from kvpass.lowering import attention_statistics
 from kvpass.lowering.attention_statistics import StatisticsArguments
 from kvpass.policies.base import Policy
@@ -62,14 +62,14 @@ class PromptRewrite:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PromptCall:
+class PromptRewriteInput:
     """A canonical prompt graph with the call that it is rewritten for.
 
     Attributes:
         canonical_gm: the graph, which is not modified.
         sites, policies: the attention calls on caches, and the policy of each.
         budget: the user's budget.
-        stores_raw_keys: whether keys are stored before their rotary embedding.
+        stores_unrotated_keys: whether keys are stored before their rotary embedding.
         with_operands: whether `LayerOutputs.operands` are needed.
         examples: Dynamo's arguments.
         padding_inputs: for each site, the inputs that mark padding, see `kvpass.capture.padding_analysis`.
@@ -79,13 +79,13 @@ class PromptCall:
     sites: list[AttentionSite]
     policies: list[Policy]
     budget: Budget
-    stores_raw_keys: bool
+    stores_unrotated_keys: bool
     with_operands: bool
     examples: Sequence[Any]
     padding_inputs: list[tuple[fx.Node, ...]]
 
 
-def rewrite_prompt(call: PromptCall) -> PromptRewrite:
+def rewrite_prompt(call: PromptRewriteInput) -> PromptRewrite:
     """Add the outputs that the policies need to a prompt graph; its own computation stays as it is.
 
     A policy that renumbers also changes the computation, for prompts beyond its budget.
@@ -113,7 +113,7 @@ def rewrite_prompt(call: PromptCall) -> PromptRewrite:
                     _scale_queries(rewritten_gm.graph, each, copy_of, policy, valid)
         # Not at the end, where queries would outlive their layer.
         with rewritten_gm.graph.inserting_before(copy_of[site.call].next):
-            rotary = find_rotary(site) if call.stores_raw_keys else None
+            rotary = find_rotary(site) if call.stores_unrotated_keys else None
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
                 keys, values = emit(copy_of[site.grown_key]), emit(copy_of[site.grown_value])
@@ -124,7 +124,7 @@ def rewrite_prompt(call: PromptCall) -> PromptRewrite:
         valid_output = None if all_valid is None else valid_outputs[padding_inputs]
         in_order = [statistics_outputs[name] for name in attention_statistics.statistics_of(policy)]
         outputs.append(LayerOutputs(stored_key, values, valid_output, in_order, operands))
-    if policies[0].renumbers and shapes.expr(sites[0].queries) != 1:
+    if policies[0].renumbers and shapes.expr(sites[0].query_len) != 1:
         _renumber(call, rewritten_gm.graph, copy_of)
     rewritten_gm.graph.output_node().args = ((*walk.results(rewritten_gm.graph), *added),)
     rewritten_gm.recompile()
@@ -141,7 +141,7 @@ def _operands(
     return emit(site.query), attended, mask, sink
 
 
-def _renumber(call: PromptCall, graph: fx.Graph, copy_of: dict[fx.Node, fx.Node]) -> None:
+def _renumber(call: PromptRewriteInput, graph: fx.Graph, copy_of: dict[fx.Node, fx.Node]) -> None:
     """Make position ids and masks of the copy count tokens in windows; only the last window is cached."""
     policy, budget, padding_inputs = call.policies[0], call.budget, [copy_of[node] for node in call.padding_inputs[0]]
     assert budget is not None  # policies that renumber evict
@@ -164,7 +164,7 @@ def _renumber(call: PromptCall, graph: fx.Graph, copy_of: dict[fx.Node, fx.Node]
         with graph.inserting_before(node):
             valid = _valid_tokens(graph, copy_of[reader.ids], padding_inputs, reader.along)
             new_ids = graph.call_function(ids_of, (ids, reader.along, valid))
-        new_ids.meta["example_value"] = value(reader.ids)
+        new_ids.meta["example_value"] = example_value(reader.ids)
         node.replace_input_with(ids, new_ids)
     for site in (each for owner in call.sites for each in owner.attention_calls):
         node = copy_of[site.call]
@@ -180,10 +180,12 @@ def _valid_tokens(
     graph: fx.Graph, tokens: fx.Node, padding_inputs: Sequence[fx.Node], along: int = 2
 ) -> fx.Node | None:
     """Return bool [B or 1, past + q], false for marked padding; None if no input marks padding."""
-    total, valid = value(tokens).shape[along], None
+    total, valid = example_value(tokens).shape[along], None
     for node in padding_inputs:
-        ndim = value(node).ndim
-        if shapes.expr(value(node).shape[-1]) != shapes.expr(total):  # the input may have entries for later tokens
+        ndim = example_value(node).ndim
+        if shapes.expr(example_value(node).shape[-1]) != shapes.expr(
+            total
+        ):  # the input may have entries for later tokens
             count = graph.call_method("size", (tokens, along))
             count.meta["example_value"] = total
             subscript: Any = (Ellipsis, slice(None, count))
@@ -201,7 +203,7 @@ def _valid_of_new(
     if valid is None or site.past_key is None:
         return valid
     past = graph.call_method("size", (copy_of[site.past_key], 2))
-    past.meta["example_value"] = value(site.past_key).shape[2]
+    past.meta["example_value"] = example_value(site.past_key).shape[2]
     return graph.call_function(operator.getitem, (valid, (slice(None), slice(past, None))))
 
 
@@ -246,7 +248,7 @@ def insert_statistics(
     everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
     present = everyone if valid is None else graph.call_function(torch.logical_and, (valid, everyone))
     mask, sink_logit = (None if node is None else copy_of[node] for node in (site.mask, site.sink_logit))
-    heads = 1 if site.computed else int(value(site.grown_key).shape[1])
+    heads = 1 if site.computed else int(example_value(site.grown_key).shape[1])
     values = copy_of[op_table.named_arguments(site.call)["value"]] if fused else None
     tensors = query, copy_of[site.attended[0]], values, mask, sink_logit
     names = attention_statistics.statistics_of(policy)
@@ -269,11 +271,13 @@ def _fuses_attention(site: AttentionSite, policy: Policy) -> bool:
     Attention that the model spells out keeps its own roundings. Causal attention must be causal from the first key on.
     """
     call = op_table.named_arguments(site.call)
-    query, key, values = (value(node) for node in (site.query, call["key"], call["value"]))
+    query, key, values = (example_value(node) for node in (site.query, call["key"], call["value"]))
     by_library = call["product_dtype"] is None and call["hidden_logit"] is None and site.lse is None
-    whole = not site.causal or expr(site.queries) == expr(value(site.attended[0]).shape[2])
-    plain_mask = site.mask is None or (value(site.mask).ndim == 4 and not site.causal)
-    fits = by_library and whole and plain_mask and not policy.renumbers and query.dtype == value(site.call).dtype
+    whole = not site.causal or expr(site.query_len) == expr(example_value(site.attended[0]).shape[2])
+    plain_mask = site.mask is None or (example_value(site.mask).ndim == 4 and not site.causal)
+    fits = (
+        by_library and whole and plain_mask and not policy.renumbers and query.dtype == example_value(site.call).dtype
+    )
     return fits and attention_statistics.fuses_attention(policy, query, key, values, site.mask is not None)
 
 

@@ -20,7 +20,7 @@ from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import op_table, shapes, walk
-from kvpass.fx.walk import ancestors, is_tensor, name_of, value
+from kvpass.fx.walk import ancestors, example_value, is_tensor, target_name
 from kvpass.policies.budgets import window_starts
 
 
@@ -71,7 +71,7 @@ def find_readers(
 
 
 def _reader(node: fx.Node, ids: fx.Node, sites: list[AttentionSite]) -> Reader:
-    return Reader(node, ids, shapes.token_dim(value(ids).shape, sites[0].queries))
+    return Reader(node, ids, shapes.token_dim(example_value(ids).shape, sites[0].query_len))
 
 
 def _index(lookup: fx.Node) -> fx.Node:
@@ -81,13 +81,15 @@ def _index(lookup: fx.Node) -> fx.Node:
 
 def _holds_words(gm: fx.GraphModule, lookup: fx.Node) -> bool:
     table: fx.Node = op_table.named_arguments(lookup)["weight"]
-    widths = {value(out).shape[-1] for out in walk.results(gm.graph) if is_tensor(out) and value(out).ndim}
-    return any(user.target is not lookup.target for user in table.users) or value(table).shape[0] in widths
+    widths = {
+        example_value(out).shape[-1] for out in walk.results(gm.graph) if is_tensor(out) and example_value(out).ndim
+    }
+    return any(user.target is not lookup.target for user in table.users) or example_value(table).shape[0] in widths
 
 
 def _counts(index: fx.Node, argument_of: dict[fx.Node, Any], fits: Plausible) -> bool:
     subgraph = ancestors(index)
-    if any(name_of(node) in op_table.tagged("counts") for node in subgraph):
+    if any(target_name(node) in op_table.tagged("counts") for node in subgraph):
         return True
     inputs = [argument_of[node] for node in subgraph if node.op == "placeholder" and is_tensor(node)]
     integers = [x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]
@@ -102,7 +104,7 @@ def _angle_readers(sites: list[AttentionSite]) -> list[Reader]:
         _reader(user, node, sites)
         for node in positions
         for user in node.users
-        if is_tensor(user) and walk.is_inexact(value(user))
+        if is_tensor(user) and walk.is_inexact(example_value(user))
     ]
 
 

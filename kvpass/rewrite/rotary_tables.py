@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpass.fx import walk
 from kvpass.lowering.attend import RotaryPairs
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.rotary_slice import RotarySlice
+from kvpass.rewrite.rotary_subgraph import RotarySubgraph
 
 
 class RotaryTables:
@@ -21,7 +21,7 @@ class RotaryTables:
         self._tables: dict[Any, list[fx.Node]] = {}
         self._pairs: dict[Any, RotaryPairs | None] = {}
 
-    def angles(self, rotary: RotarySlice, capacity: int) -> list[fx.Node]:
+    def angles(self, rotary: RotarySubgraph, capacity: int) -> list[fx.Node]:
         """Return the nodes of the table of angles for ranks 0 .. capacity - 1."""
         key = (rotary.angles.key, str(rotary.position), str(capacity))
         if key not in self._tables:
@@ -36,7 +36,7 @@ class RotaryTables:
             self._tables[key] = step.compute(function, nodes, first, f"kvpass_table_{len(self._tables)}")
         return self._tables[key]
 
-    def pairs(self, rotary: RotarySlice | None) -> RotaryPairs | None:
+    def pairs(self, rotary: RotarySubgraph | None) -> RotaryPairs | None:
         """Return the dimensions that an embedding mixes, if a kernel can rotate the keys itself; else None."""
         if rotary is None or not self._step.decodes_on_gpu:
             return None
@@ -44,7 +44,7 @@ class RotaryTables:
             self._pairs[rotary.key] = rotary.pairs()
         return self._pairs[rotary.key]
 
-    def mixing(self, rotary: RotarySlice, pairs: RotaryPairs, capacity: int, before: fx.Node) -> list[fx.Node]:
+    def mixing(self, rotary: RotarySubgraph, pairs: RotaryPairs, capacity: int, before: fx.Node) -> list[fx.Node]:
         """Return the nodes of a `Rope`'s weights for ranks 0 .. capacity - 1."""
         key = (rotary.key, rotary.rotate.bound, str(capacity))
         if key not in self._tables:

@@ -18,8 +18,8 @@ from kvpass.cache.slots import AnySlots, hold_whole_prompt
 from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, splicing, walk
-from kvpass.fx.shapes import Sizes
-from kvpass.fx.walk import value
+from kvpass.fx.shapes import SizeResolver
+from kvpass.fx.walk import example_value
 from kvpass.torch_private import fx_nodes, symbolic_shapes, tensors
 
 
@@ -42,7 +42,7 @@ class PaddingInputs:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepCall:
+class StepRewriteInput:
     """A canonical step graph and the call that it is rewritten for.
 
     Attributes:
@@ -62,14 +62,14 @@ class StepCall:
     layouts: list[Layout]
     slots: list[AnySlots]
     arguments: tuple[Any, ...]
-    sizes: Sizes
+    sizes: SizeResolver
     length: int
     windows: tuple[int | None, ...]
     padding_inputs: PaddingInputs
     compact: bool = False
     dynamic_layouts: list[Layout] = dataclasses.field(default_factory=list)
 
-    def with_layouts(self, change: Callable[[Layout], Layout]) -> StepCall:
+    def with_layouts(self, change: Callable[[Layout], Layout]) -> StepRewriteInput:
         """Return the call with changed layouts; its slots then hold no data."""
         layouts, dynamic_layouts = ([*map(change, each)] for each in (self.layouts, self.dynamic_layouts))
         slots = [each.on_meta(layout) for each, layout in zip(self.slots, layouts, strict=True)]
@@ -85,17 +85,17 @@ class StepGraph:
         sites, placeholders, padding_inputs: the call's sites, its placeholders and the inputs that mark padding, in the
             copy.
         argument_of: Dynamo's argument for each placeholder.
-        batch, queries: B and q, which may be dynamic sizes.
+        batch, query_len: B and q, which may be dynamic sizes.
         layouts, capacities: for each layer, its layout and its number of slots; capacities and budgets may be dynamic.
         decodes: whether one token is written to a free slot; a chunk is not written by the graph.
-        stores_raw_keys: whether keys are stored before their rotary embedding and numbered by rank.
+        stores_unrotated_keys: whether keys are stored before their rotary embedding and numbered by rank.
         slot_inputs: for each layer, the placeholders of its slots' tensors, in the order of `Slots.names`.
         new_inputs: all of these placeholders, and those of the policy's own tensors.
         length: int64 without dimensions, the number of tokens seen, padding included.
         size_nodes: the nodes of sizes that stay dynamic.
     """
 
-    def __init__(self, call: StepCall) -> None:
+    def __init__(self, call: StepRewriteInput) -> None:
         self.call = call
         self.step_gm, copy_of = fx_nodes.copy_graph_module(call.canonical_gm)
         self.graph = self.step_gm.graph
@@ -105,16 +105,16 @@ class StepGraph:
         self.placeholders = walk.placeholders(self.graph)
         self.argument_of = dict(zip(self.placeholders, call.arguments, strict=True))
         self.padding_inputs = call.padding_inputs.in_copy(copy_of)
-        rows = value(call.sites[0].key).shape[0]
-        self.batch = call.sizes.fixed_size(rows) if call.sizes.dynamic else call.layouts[0].batch
-        self.queries = call.sizes.queries
+        rows = example_value(call.sites[0].key).shape[0]
+        self.batch = call.sizes.resolved_size(rows) if call.sizes.dynamic else call.layouts[0].batch
+        self.query_len = call.sizes.query_len
         self.capacities = [
             slots.capacity if isinstance(layout.capacity, int) else layout.capacity
             for layout, slots in zip(self.layouts, call.slots, strict=True)
         ]
         as_chunk = any(hold_whole_prompt(*each) for each in zip(call.slots, call.layouts, strict=True))
-        self.decodes = bool(self.queries == 1) and not as_chunk
-        self.stores_raw_keys = call.layouts[0].stores_raw_keys
+        self.decodes = bool(self.query_len == 1) and not as_chunk
+        self.stores_unrotated_keys = call.layouts[0].stores_unrotated_keys
         self.slot_inputs: list[list[fx.Node]] = []
         self.new_inputs: set[fx.Node] = set()
         self.length: fx.Node
@@ -139,46 +139,60 @@ class StepGraph:
 
     def refuse_growth(self, node: fx.Node) -> None:
         """Raise UnsupportedGraph: a node depends on the cache's length in a way that kvpass cannot express."""
-        found = value(node) if walk.is_size(node) else "a tensor that grows with it"
+        found = example_value(node) if walk.is_size(node) else "a tensor that grows with it"
         raise UnsupportedGraph(
-            f"{walk.source_line(node)}: {walk.name_of(node)!r} still depends on the length of the cache ({found}); "
+            f"{walk.source_line(node)}: {walk.target_name(node)!r} still depends on the length of the cache ({found}); "
             "it is not a mask, a rotary embedding or position arithmetic that kvpass can express on slots"
         )
 
     def shape(self, node: fx.Node) -> tuple[Any, ...]:
         """Return the shape of a node's tensor in this call; it must not grow."""
-        if self.sizes.growing_dims(value(node)):
+        if self.sizes.growing_dims(example_value(node)):
             self.refuse_growth(node)
-        return tuple(size if isinstance(size, int) else self.sizes.fixed_size(size) for size in value(node).shape)
+        return tuple(
+            size if isinstance(size, int) else self.sizes.resolved_size(size) for size in example_value(node).shape
+        )
 
     def example(self, node: fx.Node) -> Any:
         """Return an empty tensor like a node's value, or the value of a size."""
         if walk.is_size(node):
-            return self.sizes.fixed_size(node)
-        if self.sizes.dynamic and tensors.is_wrapper(value(node)):  # a quantised weight, whose sizes are numbers
+            return self.sizes.resolved_size(node)
+        if self.sizes.dynamic and tensors.is_wrapper(
+            example_value(node)
+        ):  # a quantised weight, whose sizes are numbers
             like = self.sizes.dynamic.like
             return tensors.map_inner_tensors(
-                lambda part: like(part.shape, part.stride(), dtype=part.dtype, device=part.device), value(node)
+                lambda part: like(part.shape, part.stride(), dtype=part.dtype, device=part.device), example_value(node)
             )
-        kind: dict[str, Any] = dict(dtype=value(node).dtype, device=self.device_of(node))
-        strides = value(node).stride()
-        made_dense = node.op == "placeholder" and has_loose_strides(value(node))  # see `StepRewrite.flat_arguments`
+        factory_kwargs: dict[str, Any] = dict(dtype=example_value(node).dtype, device=self.device_of(node))
+        strides = example_value(node).stride()
+        made_dense = node.op == "placeholder" and has_loose_strides(
+            example_value(node)
+        )  # see `StepRewrite.flat_arguments`
         dense = made_dense or any(self.sizes.grows(stride) for stride in strides)
-        fixed = None if dense else [self.sizes.fixed_size(stride) for stride in strides]
+        fixed = None if dense else [self.sizes.resolved_size(stride) for stride in strides]
         if self.sizes.dynamic:
-            return self.sizes.dynamic.like(self.shape(node), fixed, **kind)
+            return self.sizes.dynamic.like(self.shape(node), fixed, **factory_kwargs)
         shape = self.shape(node)
-        return torch.empty(shape, **kind) if fixed is None else torch.empty_strided(shape, fixed, **kind)
+        return (
+            torch.empty(shape, **factory_kwargs)
+            if fixed is None
+            else torch.empty_strided(shape, fixed, **factory_kwargs)
+        )
 
     def empty_of_shape(self, shape: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor without data that stands for a dense tensor which kvpass adds."""
-        kind: dict[str, Any] = dict(dtype=dtype, device="meta")
-        return self.sizes.dynamic.like(shape, None, **kind) if self.sizes.dynamic else torch.empty(shape, **kind)
+        factory_kwargs: dict[str, Any] = dict(dtype=dtype, device="meta")
+        return (
+            self.sizes.dynamic.like(shape, None, **factory_kwargs)
+            if self.sizes.dynamic
+            else torch.empty(shape, **factory_kwargs)
+        )
 
     def device_of(self, node: fx.Node) -> torch.device:
         """Return the device of a node's tensor; inputs that kvpass adds are where the slots are."""
-        is_new = value(node).device.type == "meta" or node in self.new_inputs
-        return self.device if is_new else value(node).device
+        is_new = example_value(node).device.type == "meta" or node in self.new_inputs
+        return self.device if is_new else example_value(node).device
 
     def compute(
         self, function: Callable[..., list[Tensor]], nodes: list[fx.Node], before: fx.Node, name: str
@@ -226,7 +240,7 @@ class SizeNodes:
     @functools.cached_property
     def layer_of(self) -> dict[sympy.Symbol, int]:
         """The layer of each symbol that is the capacity of one layer alone."""
-        own = self._step.sizes.dynamic.alike if self._step.sizes.dynamic else frozenset()
+        own = self._step.sizes.dynamic.exchangeable if self._step.sizes.dynamic else frozenset()
         capacities = enumerate(map(shapes.expr, self._step.capacities))
         return {capacity: layer for layer, capacity in capacities if capacity in own}
 
@@ -239,7 +253,7 @@ class SizeNodes:
         budgets = {shapes.expr(layout.budget) for layout in step.layouts} - set(map(shapes.expr, step.capacities))
         return [symbol for symbol in step.sizes.dynamic.symbols if symbol not in budgets]
 
-    def of(self, size: Any) -> Any:
+    def number_or_node(self, size: Any) -> Any:
         """Return the number or the node of a size that does not grow; refuse one that arguments do not determine."""
         return size if isinstance(size, int) else self._number(shapes.expr(size))
 
@@ -263,7 +277,7 @@ class SizeNodes:
             if symbol == shapes.expr(capacity):
                 return self._call(symbolic_shapes.SIZE, step.slot(layer, "position"), 2, size=capacity)
         for argument in filter(walk.is_size, step.placeholders):
-            if not step.sizes.grows(argument) and shapes.expr(step.sizes.fixed_size(argument)) == symbol:
+            if not step.sizes.grows(argument) and shapes.expr(step.sizes.resolved_size(argument)) == symbol:
                 return argument
         raise UnsupportedGraph(f"no argument is the size {symbol}")
 
@@ -275,7 +289,7 @@ class SizeNodes:
         node, *terms = map(self._number, expression.args)
         for term, addend in zip(terms, others, strict=True):
             part = expression.func(part, addend)
-            node = self._call(function, node, term, size=self._step.sizes.fixed_part(part))
+            node = self._call(function, node, term, size=self._step.sizes.resolved_part(part))
         result: fx.Node = node
         return result
 

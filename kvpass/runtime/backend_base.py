@@ -20,11 +20,11 @@ from kvpass.lowering.row_products import convert_operands, decompose_products
 from kvpass.policies.base import Policy
 from kvpass.rewrite.context import PassRecord, StepContext
 from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
-from kvpass.rewrite.step_graph import StepCall
+from kvpass.rewrite.step_graph import StepRewriteInput
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.runtime.kv_store import KVStore
 from kvpass.runtime.model_identity import TensorSet
-from kvpass.runtime.recorder import PASSES, Recorder, note_program
+from kvpass.runtime.recorder import PASSES, Recorder, log_graph
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
 Positions = Literal["absolute", "cache"]
@@ -109,14 +109,14 @@ class BackendBase:
         self,
         rewritten_gm: fx.GraphModule,
         examples: Sequence[Any],
-        stores_raw_keys: bool,
+        stores_unrotated_keys: bool,
         sizes: symbolic_shapes.SymbolicSizes | None,
     ) -> Callable[..., Any]:
         """Compile a rewritten step graph; `sizes` are its dynamic sizes, None if all are static."""
-        layers, alike = layer_dedup.readers_of_slots(rewritten_gm), sizes.alike if sizes else frozenset()
-        settings = self._step_settings(stores_raw_keys) | ({} if sizes else inductor.NO_SIZE_CHECKS)
+        layers, exchangeable = layer_dedup.readers_of_slots(rewritten_gm), sizes.exchangeable if sizes else frozenset()
+        settings = self._step_settings(stores_unrotated_keys) | ({} if sizes else inductor.NO_SIZE_CHECKS)
         with self.time_section("compiler"):
-            return self._compile_inner(rewritten_gm, examples, settings, _prepare_step_graph, layers, alike)
+            return self._compile_inner(rewritten_gm, examples, settings, _prepare_step_graph, layers, exchangeable)
 
     @property
     def compiles_at_once(self) -> bool:
@@ -127,11 +127,11 @@ class BackendBase:
         """Return whether the inner compiler supports dynamic sizes for a device; they are untested on GPUs."""
         return self.inner in ("inductor", "eager") and device.type == "cpu"
 
-    def _step_settings(self, stores_raw_keys: bool) -> dict[str, Any]:
+    def _step_settings(self, stores_unrotated_keys: bool) -> dict[str, Any]:
         in_order = inductor.KEEP_THE_ORDER if self.policy.merges else {}
-        return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if stores_raw_keys else {})
+        return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if stores_unrotated_keys else {})
 
-    def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
+    def rewrite(self, call: StepRewriteInput) -> tuple[StepContext, StepRewrite]:
         """Rewrite a step graph onto slots."""
         with self.time_section("kvpass"):
             context = StepContext(call)
@@ -142,7 +142,7 @@ class BackendBase:
         PASSES.info("%s", record)
         if self.recorder is not None:
             self.recorder.passes.append(record)
-        note_program(f"after {record.name}", graph, self.recorder)
+        log_graph(f"after {record.name}", graph, self.recorder)
 
     def _compile_inner(
         self,
@@ -151,7 +151,7 @@ class BackendBase:
         patches: dict[str, Any],
         reshape: GraphChange,
         layers: Sequence[fx.Node],
-        alike: Collection[Any] = (),
+        exchangeable: Collection[Any] = (),
     ) -> Callable[..., Any]:
         if callable(self.inner):
             return self.inner(rewritten_gm, examples)
@@ -161,7 +161,7 @@ class BackendBase:
             return dynamo.registered_backend(self.inner)(rewritten_gm, examples)
         if layers:
             shared = layer_dedup.compile_deduplicated(
-                rewritten_gm, examples, layers, lambda part: self._patches(patches, reshape, part), alike
+                rewritten_gm, examples, layers, lambda part: self._patches(patches, reshape, part), exchangeable
             )
             if shared is not None:
                 return shared

@@ -22,21 +22,21 @@ def mark_addresses_static(slots: AnySlots) -> None:
         dynamo.mark_in_place(tensor)
 
 
-def grow_for(caches: list[LayerCache], queries: int) -> None:
-    """Double the slots of policies that never evict when `queries` new tokens exceed slots without a budget.
+def grow_for(caches: list[LayerCache], query_len: int) -> None:
+    """Double the slots of policies that never evict when `query_len` new tokens exceed slots without a budget.
 
     Every entry to a step calls this once, before anything that depends on layouts or slots.
     """
     for cache in caches:
         layout, backend = cache.layout, cache.backend
-        if layout.policy.evicts or cache.length + queries <= layout.capacity:
+        if layout.policy.evicts or cache.length + query_len <= layout.capacity:
             continue
         if layout.policy is backend.policy and backend.budget is not None:
             raise BudgetError(
                 f"policy {layout.policy.name!r} keeps every token and its budget of {layout.budget} is full; "
                 "give it more, or none, or choose a policy that evicts"
             )
-        capacity = slots_for(layout.policy, None, cache.length + queries)
+        capacity = slots_for(layout.policy, None, cache.length + query_len)
         change_layout(cache, budget=capacity, capacity=capacity)
         cache.row_budgets = (capacity,) * layout.batch
 
@@ -80,5 +80,5 @@ def longer_placeholder(past: Tensor, dim: int, count: int) -> Tensor:
     shape = list(past.shape)
     shape[dim] += count
     empty = past.new_full((), torch.nan).expand(shape)
-    dynamo.mark_growing(empty, dim)
+    dynamo.mark_dynamic_dim(empty, dim)
     return empty

@@ -10,8 +10,8 @@ import torch
 
 from kvpass.cache.admission import TokensToAdmit, attention_of_classes
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.cache.past_calls import PastCall, append_call
 from kvpass.cache.slots import AnySlots, hold_whole_prompt
+from kvpass.cache.undo_records import UndoRecord, append_record
 from kvpass.runtime.cache_changes import admit_chunk
 from kvpass.runtime.padding_tracker import true_indices
 
@@ -33,7 +33,7 @@ class AdmittedChunk:
         policy, valid, operands = cache.layout.policy, self.tokens.valid, self.tokens.operands
         parts = zip(operands, cache.layout.by_class, cache.slots.by_class, strict=bool(operands))
         attention_by_class = [
-            spec.attention(policy, valid, layout.budget_in(slots.state)) for spec, layout, slots in parts
+            each.attention(policy, valid, layout.budget_in(slots.state)) for each, layout, slots in parts
         ]
         admit_chunk(
             cache, dataclasses.replace(self.tokens, attention=attention_of_classes(attention_by_class)), self.into
@@ -43,31 +43,35 @@ class AdmittedChunk:
 def _admit_first(admitted: AdmittedChunk, cache: LayerCache, count: int) -> LayerCache:
     """Return the cache after the first `count` tokens of an admitted chunk, from the cache before it."""
     taken = admitted.first_tokens(count)
-    call = _record_call(cache, count, chunk=True)
+    record = _record_before(cache, count, chunk=True)
     taken.admit_again(cache)
     cache.absent = torch.cat([cache.absent, true_indices(~taken.tokens.valid, cache.length)], 1)
     cache.length += count
-    cache.calls = (dataclasses.replace(call, repeat=functools.partial(_admit_first, taken)),)
+    cache.undo_records = (dataclasses.replace(record, repeat=functools.partial(_admit_first, taken)),)
     return cache
 
 
-def calls_before(caches: list[LayerCache], queries: int) -> list[PastCall]:
+def undo_records_before(caches: list[LayerCache], query_len: int) -> list[UndoRecord]:
     """Return a record of the call about to run for each layer; an empty list if cropping is off."""
     if not caches[0].backend.crop:
         return []
-    as_chunk = queries > 1 or any(hold_whole_prompt(cache.slots, cache.layout) for cache in caches)
-    return [_record_call(cache, queries, as_chunk) for cache in caches]
+    as_chunk = query_len > 1 or any(hold_whole_prompt(cache.slots, cache.layout) for cache in caches)
+    return [_record_before(cache, query_len, as_chunk) for cache in caches]
 
 
-def _record_call(cache: LayerCache, queries: int, chunk: bool) -> PastCall:
-    """Return the record of one call; with `chunk` the graph leaves the slots unchanged, so they are not copied."""
-    return PastCall.on(cache, queries, cache.slots.snapshot(cache.layout, chunk))
+def _record_before(cache: LayerCache, query_len: int, chunk: bool) -> UndoRecord:
+    """Return the record of a call about to run; slots are copied unless `chunk`, whose graph leaves them unchanged."""
+    return UndoRecord.on(cache, query_len, cache.slots.snapshot(cache.layout, chunk))
 
 
-def record_calls(caches: list[LayerCache], calls: list[PastCall], taken: Sequence[AdmittedChunk | None]) -> None:
+def store_undo_records(
+    caches: list[LayerCache], records: list[UndoRecord], taken: Sequence[AdmittedChunk | None]
+) -> None:
     """Store the records of calls that have run, together with the chunks that they admitted."""
-    if not calls:  # cropping is off
+    if not records:  # cropping is off
         return
-    for cache, call, admitted in zip(caches, calls, taken, strict=True):
-        again = functools.partial(_admit_first, admitted) if admitted is not None and call.token_count > 1 else None
-        cache.calls = append_call(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
+    for cache, record, admitted in zip(caches, records, taken, strict=True):
+        again = functools.partial(_admit_first, admitted) if admitted is not None and record.token_count > 1 else None
+        cache.undo_records = append_record(
+            cache.undo_records, dataclasses.replace(record, repeat=again), cache.backend.crop
+        )

@@ -17,8 +17,8 @@ from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary, strip_reshapes
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import splicing, walk
-from kvpass.fx.shapes import Sizes
-from kvpass.rewrite.rotary_slice import RotaryProbe
+from kvpass.fx.shapes import SizeResolver
+from kvpass.rewrite.rotary_subgraph import RotaryProbe
 from kvpass.runtime import model_identity
 from kvpass.runtime.model_identity import TensorSet
 from kvpass.torch_private import dynamo
@@ -124,11 +124,13 @@ class RotationCheck:
     """
 
     def __init__(self, canonical_gm: fx.GraphModule, sites: Sequence[AttentionSite]) -> None:
-        self._make: Callable[[Sizes], RotaryProbe] | None = functools.partial(RotaryProbe, canonical_gm, sites)
+        self._make: Callable[[SizeResolver], RotaryProbe] | None = functools.partial(RotaryProbe, canonical_gm, sites)
         self._probe: RotaryProbe | None = None
         self._last: tuple[list[tuple[int, weakref.ref[Tensor], int]], Tensor | None] | None = None
 
-    def rotated_key(self, arguments: Sequence[Any], sizes: Callable[[], Sizes], device: torch.device) -> Tensor | None:
+    def rotated_key(
+        self, arguments: Sequence[Any], sizes: Callable[[], SizeResolver], device: torch.device
+    ) -> Tensor | None:
         """Return `RotaryProbe.run`, the same tensor as long as nothing changes."""
         last = self._last  # another thread may replace it
         if last is not None and all(
@@ -210,7 +212,7 @@ class StepVerifier:
         Raises:
             UnsupportedGraph: the ids do not continue those of earlier tokens.
         """
-        if not cache.layout.stores_raw_keys:
+        if not cache.layout.stores_unrotated_keys:
             return
         self._positions = self._positions or PositionCheck(self._canonical_gm, self._sites)
         fits = self._positions.continues(arguments, valid(), cache.first_ids, cache.slots.seen)
@@ -219,7 +221,7 @@ class StepVerifier:
         elif not bool(fits):
             raise UnsupportedGraph(self._positions.refusal)
 
-    def check_rotation(self, cache: LayerCache, arguments: tuple[Any, ...], sizes: Callable[[], Sizes]) -> None:
+    def check_rotation(self, cache: LayerCache, arguments: tuple[Any, ...], sizes: Callable[[], SizeResolver]) -> None:
         """Check that this graph rotates keys as the graph did that cached them, up to rounding.
 
         The check is for cache positions, where keys are rotated when they are read.
@@ -227,7 +229,7 @@ class StepVerifier:
         Raises:
             UnsupportedGraph: a key is rotated differently.
         """
-        if not cache.layout.stores_raw_keys or cache.rotated_key is None:
+        if not cache.layout.stores_unrotated_keys or cache.rotated_key is None:
             return
         rotated = self._rotation.rotated_key(arguments, sizes, cache.layout.device)
         if rotated is cache.rotated_key or rotated is cache.equal_rotated_key:

@@ -54,12 +54,12 @@ def tick_of(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:
     return any(due for due, _ in ticked), tuple(count for _, after in ticked for count in after)
 
 
-def advance_counts(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ...]]) -> None:
-    """Advance the host's counts of a conversation by `queries` tokens and set the policy clocks."""
+def advance_counts(caches: list[LayerCache], query_len: int, clocks: Sequence[tuple[Any, ...]]) -> None:
+    """Advance the host's counts of a conversation by `query_len` tokens and set the policy clocks."""
     for cache, clock in zip(caches, clocks, strict=True):
         cache.interrupted = False
-        cache.length += queries
-        if queries == 1:
+        cache.length += query_len
+        if query_len == 1:
             cache.clocks = clock
 
 

@@ -21,7 +21,7 @@ from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import grow_for
 from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.padding_tracker import PaddingTracker
-from kvpass.runtime.prompts import PromptGraph, PromptRunner, policies_by_layer
+from kvpass.runtime.prompts import PromptGraphFacts, PromptRunner, policies_by_layer
 from kvpass.runtime.run_events import publish_run
 from kvpass.runtime.sizes import guard_predicate
 from kvpass.runtime.step_execution import PreparedStep, StepExecutor, StepInputs, StepResult
@@ -37,10 +37,10 @@ MOST_IN_A_CHUNK = 1 << 13
 def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inductor.Compiled) -> PromptRunner:
     """Return a runner of prompts on compiled code; `entry` is of `prompt_entry`."""
     count, outputs = len(entry["sites"]), [LayerOutputs(**each, operands=None) for each in entry["results"]]
-    graph = PromptGraph(
+    graph = PromptGraphFacts(
         sites=[SiteFacts(**site) for site in entry["sites"]],
         policies=policies_by_layer(backend.policy, count),
-        stores_raw_keys=entry["stores_raw_keys"],
+        stores_unrotated_keys=entry["stores_unrotated_keys"],
         rewrite=PromptRewrite(rewritten_gm=None, outputs=outputs, calls={}),
         outputs=entry["outputs"],
         module_inputs=entry["module_inputs"],
@@ -63,7 +63,7 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
         }
     )
     return dict(
-        stores_raw_keys=graph.stores_raw_keys,
+        stores_unrotated_keys=graph.stores_unrotated_keys,
         sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=s.computed) for s in graph.sites],
         results=[
             dict(key=o.key, value=o.value, valid_output=o.valid_output, statistics=o.statistics)
@@ -91,7 +91,7 @@ def _largest(holds: Callable[[int], bool], most: int) -> int:
 
 
 class ExportedStep(StepExecutor):
-    """A runner of steps of one token, or of chunks, on exported code for up to `most_seen` earlier tokens."""
+    """A runner of steps of one token, or of chunks, on exported code for up to `max_length` earlier tokens."""
 
     def __init__(
         self, backend: BackendBase, entry: Mapping[str, Any], runs: Mapping[bool, tuple[Mapping[str, Any], Any]]
@@ -101,13 +101,13 @@ class ExportedStep(StepExecutor):
         padding = PaddingTracker(padding_inputs, {index: index for each in padding_inputs for index in each})
         sites = [SiteFacts(-1, -1, False) for _ in padding_inputs]
         super().__init__(backend, sites, entry["counters"], padding)
-        self.most_seen, self.layouts, self._ids_index = entry["most_seen"], entry["layouts"], entry["ids"]
+        self.max_length, self.layouts, self._ids_index = entry["max_length"], entry["layouts"], entry["ids"]
         self.variants_by_compact = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}
 
     def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
         """Run new tokens on caches, for a `DecodeLoop`, and announce it to the loop."""
-        queries = self.queries(arguments)
-        grow_for(caches, queries)
+        query_len = self.query_len(arguments)
+        grow_for(caches, query_len)
         entries = layout_entries(caches)
         if entries != self.layouts:
             needed, exported = _describe_difference(entries, self.layouts), _describe_difference(self.layouts, entries)
@@ -116,27 +116,29 @@ class ExportedStep(StepExecutor):
                 "DecodeLoop that is not loaded"
             )
         result = self.advance(StepInputs(caches, arguments))
-        self.padding.record_padding(caches, arguments, result.length_before, queries)
+        self.padding.record_padding(caches, arguments, result.length_before, query_len)
         publish_run(result)
         return result
 
-    def queries(self, arguments: tuple[Any, ...]) -> int:
+    def query_len(self, arguments: tuple[Any, ...]) -> int:
         return int(arguments[self._ids_index].shape[1])
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
-        return lambda more: result.length_before + more <= self.most_seen
+        return lambda more: result.length_before + more <= self.max_length
 
     def _prepare_step(self, inputs: StepInputs) -> PreparedStep:
-        variant, seen = self.variants_by_compact.get(inputs.compact), inputs.caches[0].length
-        if variant is None or seen > self.most_seen:
+        variant, length = self.variants_by_compact.get(inputs.compact), inputs.caches[0].length
+        if variant is None or length > self.max_length:
             reason = (
-                "with a compaction" if variant is None else f"behind {seen} tokens instead of {self.most_seen} at most"
+                "with a compaction"
+                if variant is None
+                else f"behind {length} tokens instead of {self.max_length} at most"
             )
             raise ArtifactError(
                 f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that is not loaded"
             )
-        rewrite, run = dataclasses.replace(variant[0], queries=self.queries(inputs.arguments)), variant[1]
-        flat = rewrite.flat_arguments([cache.slots for cache in inputs.caches], inputs.arguments, [], seen)
+        rewrite, run = dataclasses.replace(variant[0], query_len=self.query_len(inputs.arguments)), variant[1]
+        flat = rewrite.flat_arguments([cache.slots for cache in inputs.caches], inputs.arguments, [], length)
         return PreparedStep(rewrite, [], flat, run)
 
 
@@ -147,7 +149,7 @@ _VARIANT_FIELDS = ("inputs", "columns", "admitted_outputs", "valid_output")
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
     """Return a rewrite without its graph; a loop needs only its outputs for the chunk."""
     fields: dict[str, Any] = {name: entry[name] for name in _VARIANT_FIELDS}
-    return StepRewrite(rewritten_gm=None, loose_inputs=set(entry["loose_inputs"]), queries=1, **fields)
+    return StepRewrite(rewritten_gm=None, loose_inputs=set(entry["loose_inputs"]), query_len=1, **fields)
 
 
 def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
@@ -178,7 +180,7 @@ def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[s
     return dict(
         padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
         counters=list(runner.counters),
-        most_seen=result.length_before + _largest(runner.holds_after(result), MOST_TOKENS - result.length_before),
+        max_length=result.length_before + _largest(runner.holds_after(result), MOST_TOKENS - result.length_before),
         ids=ids_index,
         layouts=layout_entries(result.caches),
     )
@@ -186,7 +188,7 @@ def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[s
 
 def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -> tuple[int, int]:
     """Return the smallest and the largest number of tokens that a chunk's code serves, up to `MOST_IN_A_CHUNK`."""
-    graph, variant, queries = runner.canonical_gm.graph, result.variant, int(result.rewrite.queries)
+    graph, variant, query_len = runner.canonical_gm.graph, result.variant, int(result.rewrite.query_len)
     assert variant is not None
     counts_new = {symbol: source == (ids_index, 1) for symbol, source in runner.sizes.sources.items()}
     new = {symbol for symbol, counts in counts_new.items() if counts}
@@ -201,13 +203,13 @@ def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -
         numbers = tuple(length if counts else number for counts, number in pairs)
         return holds(length - 2) and variant.serves(dataclasses.replace(variant.key, numbers=numbers))
 
-    least = queries - _largest(lambda fewer: serves(queries - fewer), queries - 2)
-    return least, queries + _largest(lambda more: serves(queries + more), MOST_IN_A_CHUNK - queries)
+    least = query_len - _largest(lambda fewer: serves(query_len - fewer), query_len - 2)
+    return least, query_len + _largest(lambda more: serves(query_len + more), MOST_IN_A_CHUNK - query_len)
 
 
 def layout_entries(caches: list[LayerCache]) -> list[dict[str, Any]]:
     """Return the sizes of the layers' slots, one entry for each kind of layer."""
-    names = ("budget", "batch", "heads", "key_dim", "value_dim", "stores_raw_keys", "row_budgets", "pins")
+    names = ("budget", "batch", "heads", "key_dim", "value_dim", "stores_unrotated_keys", "row_budgets", "pins")
     result = [
         {name: getattr(cache.layout, name) for name in names} | {"slots": cache.slots.capacity} for cache in caches
     ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.admission import TokensToAdmit, admit, attention_of_chunk, split_by_class
-from kvpass.cache.chunk_step import chunk_spec
+from kvpass.cache.chunk_step import chunk_operands
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import AnySlots, Slots, empty_slots
@@ -71,21 +71,23 @@ class KVStore:
             return None
         layout, policy = cache.layout, cache.layout.policy
         key, value, valid, *others = results
-        divided, specs = split_by_class(layout, others), list[StatisticsOperands]()
+        divided, statistics_operands = split_by_class(layout, others), list[StatisticsOperands]()
         for part, own in zip(layout.by_class, divided, strict=True):
             operands = own[len(policy.statistics) :]
             if operands:  # query, keys, mask and sink, see `cache.chunk_step.chunk_step`
-                specs.append(chunk_spec(part, site.scale, site.cap, *operands))
+                statistics_operands.append(chunk_operands(part, site.scale, site.cap, *operands))
         attention = attention_of_chunk(layout, divided, valid)
         pins = call_pins() if policy is cache.backend.policy else None
-        chunk = TokensToAdmit(key, value, valid, attention, pins, output_projection_of(cache), tuple(specs))
+        chunk = TokensToAdmit(
+            key, value, valid, attention, pins, output_projection_of(cache), tuple(statistics_operands)
+        )
         admit_chunk(cache, chunk, _spare_slots(cache) if cache.backend.crop else None)
         return AdmittedChunk(dataclasses.replace(chunk, attention=Attention()), cache.slots)
 
 
 def _spare_slots(cache: LayerCache) -> AnySlots:
     """Return slots for a chunk: those from before the last chunk, whose record is dropped now, or new ones."""
-    earlier_slots = [call.snapshot.slots for call in cache.calls if call.snapshot and not call.snapshot.saved]
+    earlier_slots = [each.snapshot.slots for each in cache.undo_records if each.snapshot and not each.snapshot.saved]
     form = (cache.slots.names, cache.layout.capacity)
     fitting = (slots for slots in earlier_slots if slots is not cache.slots and (slots.names, slots.capacity) == form)
     return next(fitting, None) or empty_slots(cache.layout)

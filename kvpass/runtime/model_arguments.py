@@ -47,7 +47,7 @@ def with_dynamic_length(tokens: Tensor) -> Tensor:
     """Return tokens [B, n], n > 1, as no view and with a length that Dynamo traces as dynamic."""
     tokens = as_contiguous_tokens(tokens)
     if tokens.shape[-1] > 1:
-        dynamo.mark_growing(tokens, tokens.ndim - 1)
+        dynamo.mark_dynamic_dim(tokens, tokens.ndim - 1)
     return tokens
 
 
@@ -74,7 +74,7 @@ def with_dynamic_lengths(values: Sequence[Any], new_tokens: Any, cache: Any) -> 
 
     def marked(value: Tensor) -> Tensor:
         """Return a copy, so that no tensor of the caller is marked."""
-        if dynamo.is_growing(value, value.ndim - 1):
+        if dynamo.is_dynamic_dim(value, value.ndim - 1):
             return value
         return with_dynamic_length(value.clone(memory_format=torch.contiguous_format))
 

@@ -35,11 +35,11 @@ class GrowthCheck:
 
     def __init__(self, graph: fx.Graph, outside: Sequence[OutsideKeys], strict: bool) -> None:
         self.outside, self.strict = list({each.index: each for each in outside}.values()), strict
-        symbols = {symbol for each in self.outside for symbol in expr(each.queries).free_symbols}
+        symbols = {symbol for each in self.outside for symbol in expr(each.query_len).free_symbols}
         self._measured = {
             expr(size): (index, dim)
             for index, node in enumerate(walk.placeholders(graph))
-            for dim, size in enumerate(walk.value(node).shape if walk.is_tensor(node) else ())
+            for dim, size in enumerate(walk.example_value(node).shape if walk.is_tensor(node) else ())
             if expr(size) in symbols
         }
         self._seen = {each.index: LruCache[int, Tensor](MOST_CALLS) for each in self.outside}
@@ -73,7 +73,7 @@ class GrowthCheck:
     def _queries(self, each: OutsideKeys, arguments: Sequence[Any]) -> int:
         """Return the number of new tokens in a call."""
         known = {symbol: arguments[index].shape[dim] for symbol, (index, dim) in self._measured.items()}
-        return shapes.number(each.queries, known)
+        return shapes.number(each.query_len, known)
 
     def _report(self, each: OutsideKeys) -> None:
         message = (

@@ -49,8 +49,11 @@ class PaddingTracker:
     @staticmethod
     def of(canonical_gm: fx.GraphModule, sites: list[AttentionSite]) -> PaddingTracker:
         """Return the tracker of a step graph."""
-        holders, inputs = walk.placeholders(canonical_gm.graph), padding_inputs_of_sites(canonical_gm, sites, step=True)
-        return PaddingTracker([*inputs], {node: holders.index(node) for nodes in inputs for node in nodes}, sites)
+        placeholders, inputs = (
+            walk.placeholders(canonical_gm.graph),
+            padding_inputs_of_sites(canonical_gm, sites, step=True),
+        )
+        return PaddingTracker([*inputs], {node: placeholders.index(node) for nodes in inputs for node in nodes}, sites)
 
     def check_hidden(self, caches: list[LayerCache]) -> None:
         """Check that this step's mask can hide padding, which is not cached; some models mask only their prompts.
@@ -62,7 +65,7 @@ class PaddingTracker:
             if cache.absent.shape[1] and not nodes:
                 raise UnsupportedGraph(f"{walk.source_line(site.call)}: {HIDDEN_BEFORE}")
 
-    def unchanged_inputs(self, caches: list[LayerCache], arguments: tuple[Any, ...], queries: int) -> frozenset[int]:
+    def unchanged_inputs(self, caches: list[LayerCache], arguments: tuple[Any, ...], query_len: int) -> frozenset[int]:
         """Return the argument indices of the padding inputs that agree with their earlier values for all cached tokens.
 
         Inputs that mark padding in one cache agree together: one of them may show a token that another one hides.
@@ -79,7 +82,7 @@ class PaddingTracker:
             if not indices:
                 continue
             same, hides_absent = compare_with_cache(cache, *(arguments[index] for index in sorted(indices)))
-            if same.is_cuda and queries == 1:
+            if same.is_cuda and query_len == 1:
                 cache.deferred_checks.add(same & hides_absent, CacheHandleError(CHANGED_SINCE))
                 continue
             if not bool(hides_absent):
@@ -92,10 +95,10 @@ class PaddingTracker:
         """Return the inputs for a rewrite; `known` is a result of `unchanged_inputs`."""
         return PaddingInputs(tuple(self.inputs), frozenset(n for n, index in self.indices.items() if index in known))
 
-    def valid_tokens(self, layer: int, cache: LayerCache, arguments: tuple[Any, ...], queries: int) -> Tensor:
+    def valid_tokens(self, layer: int, cache: LayerCache, arguments: tuple[Any, ...], query_len: int) -> Tensor:
         """Return bool [B, q] for a layer, False for padding among the new tokens."""
-        columns = self._columns(self.inputs[layer], arguments, cache.length, queries)
-        return ~padding_from_columns(columns, cache.layout.batch, queries, cache.layout.device)
+        columns = self._columns(self.inputs[layer], arguments, cache.length, query_len)
+        return ~padding_from_columns(columns, cache.layout.batch, query_len, cache.layout.device)
 
     def valid_rows(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[list[bool] | None]:
         """Return for each layer which rows of a single token are not padding, for policies with a clock.
@@ -107,36 +110,36 @@ class PaddingTracker:
         padding_by_layer = self._padding(caches, arguments, caches[0].length, 1)
         return [None if padding is None else (~padding[:, 0]).tolist() for padding in padding_by_layer]
 
-    def record_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int) -> None:
+    def record_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, query_len: int) -> None:
         """Add the positions of new padding to the caches, except for one token on a GPU, which the device counts.
 
         Args:
             before: the number of tokens seen before the call.
         """
-        for cache, padding in zip(caches, self._padding(caches, arguments, before, queries), strict=True):
+        for cache, padding in zip(caches, self._padding(caches, arguments, before, query_len), strict=True):
             if padding is not None:
                 cache.absent = torch.cat([cache.absent, true_indices(padding, before)], 1)
 
     def _padding(
-        self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, query_len: int
     ) -> list[Tensor | None]:
         """Return for each layer bool [B, q], True for padding; None without padding, or if the host would wait."""
         padding_by_inputs: dict[tuple[Any, ...], Tensor | None] = {}
         for cache, nodes in zip(caches, self.inputs, strict=True):
             if nodes not in padding_by_inputs:
-                columns = self._columns(nodes, arguments, before, queries)
-                waits = queries == 1 and bool(columns) and columns[0].is_cuda
+                columns = self._columns(nodes, arguments, before, query_len)
+                waits = query_len == 1 and bool(columns) and columns[0].is_cuda
                 if waits or all(bool(column.all()) for column in columns):
                     padding_by_inputs[nodes] = None
                 else:
                     padding_by_inputs[nodes] = padding_from_columns(
-                        columns, cache.layout.batch, queries, columns[0].device
+                        columns, cache.layout.batch, query_len, columns[0].device
                     )
         return [padding_by_inputs[nodes] for nodes in self.inputs]
 
-    def _columns(self, nodes: tuple[Any, ...], arguments: tuple[Any, ...], before: int, queries: int) -> list[Tensor]:
+    def _columns(self, nodes: tuple[Any, ...], arguments: tuple[Any, ...], before: int, query_len: int) -> list[Tensor]:
         """Return the new tokens' entries in the inputs that mark padding, each [B or 1, q] or [q]."""
-        return [new_columns(arguments[self.indices[node]], before, queries) for node in nodes]
+        return [new_columns(arguments[self.indices[node]], before, query_len) for node in nodes]
 
 
 def true_indices(mask: Tensor, start: int = 0) -> Tensor:
@@ -175,7 +178,7 @@ def compare_with_cache(cache: LayerCache, *columns: Tensor) -> tuple[Tensor, Ten
     return same.all() & binary & (length == cache.length), ~shown
 
 
-def padding_from_columns(columns: list[Tensor], rows: int, queries: int, device: torch.device) -> Tensor:
+def padding_from_columns(columns: list[Tensor], rows: int, query_len: int, device: torch.device) -> Tensor:
     """Mark the tokens that are zero in any of the columns: bool [B, q]."""
-    none = torch.zeros(rows, queries, dtype=torch.bool, device=device)
+    none = torch.zeros(rows, query_len, dtype=torch.bool, device=device)
     return torch.stack([none, *((column == 0).expand(rows, -1) for column in columns)]).any(0)

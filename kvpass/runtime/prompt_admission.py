@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpass.cache.admission import TokensToAdmit
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
-from kvpass.cache.past_calls import PastCall
+from kvpass.cache.undo_records import UndoRecord
 from kvpass.capture.canonical import SiteFacts
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.base import Policy
@@ -54,9 +54,9 @@ class PromptLayer:
     def crop(self, cropped: int, budget: Budget) -> PromptLayer:
         """Return the layer of the prompt without its last `cropped` tokens; `budget` is as the user gave it."""
         tokens = self.tokens.first_tokens(self.tokens.valid.shape[1] - cropped)
-        for spec in tokens.operands:  # at most one, as a prompt has no classes of heads yet
-            new = tokens.valid[:, -spec.query.shape[2] :]
-            tokens = dataclasses.replace(tokens, attention=spec.attention(self.policy, new, budget))
+        for each in tokens.operands:  # at most one, as a prompt has no classes of heads yet
+            new = tokens.valid[:, -each.query.shape[2] :]
+            tokens = dataclasses.replace(tokens, attention=each.attention(self.policy, new, budget))
         return dataclasses.replace(self, tokens=tokens)
 
 
@@ -65,7 +65,7 @@ class PendingPrompt:
     """A prompt that has run and is not yet admitted to caches.
 
     Attributes:
-        stores_raw_keys: whether keys are stored before their rotary embedding.
+        stores_unrotated_keys: whether keys are stored before their rotary embedding.
         notes, first_ids, rotated_key, model: see `LayerCache`.
         layers: the results of the prompt in each layer; the list is emptied as they are admitted, unless the cache can
             be cropped.
@@ -73,7 +73,7 @@ class PendingPrompt:
     """
 
     backend: BackendBase
-    stores_raw_keys: bool
+    stores_unrotated_keys: bool
     notes: tuple[str, ...]
     first_ids: Tensor | None
     rotated_key: Tensor | None
@@ -88,7 +88,9 @@ class PendingPrompt:
         layers = list(self.layers) if crop else self.layers
         for index, cache in enumerate(self._plan_and_admit(layers)):
             if crop:
-                cache.calls = (PastCall.on(cache, self.new, None, functools.partial(self._caches_of_first, index)),)
+                cache.undo_records = (
+                    UndoRecord.on(cache, self.new, None, functools.partial(self._caches_of_first, index)),
+                )
             yield cache
 
     @torch.no_grad()
@@ -124,7 +126,7 @@ class PendingPrompt:
             )
         rows = len(layers[0].tokens.valid)
         result = self._policy_plans(governed, shares)
-        if self.stores_raw_keys and (
+        if self.stores_unrotated_keys and (
             len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in result}) > 1
         ):
             raise PolicyError(
@@ -176,7 +178,7 @@ class PendingPrompt:
             value_dim=tokens.value.shape[-1],
             dtype=tokens.key.dtype,
             device=tokens.key.device,
-            stores_raw_keys=self.stores_raw_keys,
+            stores_unrotated_keys=self.stores_unrotated_keys,
             layer=number if layer.policy.reads_layer else 0,
             kv_dtype=self.backend.kv_dtype,
             sharding=layer.site.sharding,

@@ -20,13 +20,13 @@ from kvpass.capture.capture import Capture
 from kvpass.capture.padding_analysis import padding_inputs_of_sites
 from kvpass.errors import PolicyError, UnsupportedGraph
 from kvpass.fx import shapes, splicing, walk
-from kvpass.fx.shapes import Sizes
+from kvpass.fx.shapes import SizeResolver
 from kvpass.lowering.attention_statistics import StatisticsOperands, as_attention
 from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.rewrite.computed_keys import join_heads
-from kvpass.rewrite.prompt import PromptCall, PromptRewrite, rewrite_prompt
+from kvpass.rewrite.prompt import PromptRewrite, PromptRewriteInput, rewrite_prompt
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
 from kvpass.runtime.backend_base import BackendBase
@@ -44,13 +44,13 @@ ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attent
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptGraph:
+class PromptGraphFacts:
     """The facts about a prompt graph that its runner reads; an artifact stores them in its manifest.
 
     Attributes:
         sites: the attention calls on caches.
         policies: the policy of each layer.
-        stores_raw_keys: whether keys are stored before their rotary embedding.
+        stores_unrotated_keys: whether keys are stored before their rotary embedding.
         rewrite: the rewritten graph.
         outputs: the number of outputs of Dynamo's graph.
         module_inputs: the argument indices of module tensors.
@@ -66,7 +66,7 @@ class PromptGraph:
 
     sites: list[SiteFacts]
     policies: list[Policy]
-    stores_raw_keys: bool
+    stores_unrotated_keys: bool
     rewrite: PromptRewrite
     outputs: int
     module_inputs: list[int]
@@ -132,7 +132,7 @@ class PromptRunner:
     """
 
     backend: BackendBase
-    graph: PromptGraph
+    graph: PromptGraphFacts
     code: DeferredCode = dataclasses.field(default_factory=DeferredCode)
     inputs: fx.Graph | None = None
     positions: PositionCheck | None = None
@@ -142,30 +142,34 @@ class PromptRunner:
     as_traced: UnwrappedSubclasses = dataclasses.field(default_factory=UnwrappedSubclasses)
 
     @staticmethod
-    def of(backend: BackendBase, captured: Capture, examples: Sequence[Any], stores_raw_keys: bool) -> PromptRunner:
+    def of(
+        backend: BackendBase, captured: Capture, examples: Sequence[Any], stores_unrotated_keys: bool
+    ) -> PromptRunner:
         """Return the runner of a graph of Dynamo."""
         canonical_gm, sites, policy = captured.canonical_gm, captured.sites, backend.policy
         policies = policies_by_layer(policy, len(sites))
         _check_policy(policy, policies, sites)
         extras = backend.keeps_operands(policies)
         padding = padding_inputs_of_sites(canonical_gm, sites, step=False)
-        holders, outputs = walk.placeholders(canonical_gm.graph), walk.results(canonical_gm.graph)
+        placeholders, outputs = walk.placeholders(canonical_gm.graph), walk.results(canonical_gm.graph)
         relaid = with_heads_first(examples, captured.tokens_first)
-        call = PromptCall(canonical_gm, sites, policies, backend.budget, stores_raw_keys, extras, relaid, padding)
+        call = PromptRewriteInput(
+            canonical_gm, sites, policies, backend.budget, stores_unrotated_keys, extras, relaid, padding
+        )
         sparse_indices = [each for site in sites for each in sparse_index.sparse_indices(site.mask)]
         grown = [pair for each in sparse_indices for pair in sparse_index.cached_scoring_keys(each, outputs)]
-        graph = PromptGraph(
+        graph = PromptGraphFacts(
             sites=[site.facts for site in sites],
             policies=policies,
-            stores_raw_keys=stores_raw_keys,
+            stores_unrotated_keys=stores_unrotated_keys,
             rewrite=rewrite_prompt(call),
             outputs=len(outputs),
-            module_inputs=[index for index, node in enumerate(holders) if dynamo.is_of_module(node)],
+            module_inputs=[index for index, node in enumerate(placeholders) if dynamo.is_of_module(node)],
             key_projections=[projections.key_projection_indices(site) for site in sites],
             output_projections=[
                 projections.required_projection_index(site, each) for site, each in zip(sites, policies, strict=True)
             ],
-            adopted_past=holders.index(sites[0].past_key) if sites[0].past_key else None,
+            adopted_past=placeholders.index(sites[0].past_key) if sites[0].past_key else None,
             constants=[*canonical_gm.parameters(), *canonical_gm.buffers()],
             sparse_indices=sparse_indices,
             scoring_outputs=[(outputs.index(node), dim) for node, dim in grown],
@@ -175,12 +179,12 @@ class PromptRunner:
         if backend.validate:
             plain = [each.with_plain_logits() if each.scales_logits else each for each in policies]
             rewritten = functools.partial(rewrite_prompt, dataclasses.replace(call, policies=plain))
-            padding_inputs = [holders.index(node) for node in padding[0]]
+            padding_inputs = [placeholders.index(node) for node in padding[0]]
             unchecked = PromptCase(
                 captured.dynamo_gm, canonical_gm, sites, None if policy.renumbers else rewritten, padding_inputs
             )
-        positions = PositionCheck(canonical_gm, sites) if stores_raw_keys else None
-        rotation = RotationCheck(canonical_gm, sites) if stores_raw_keys else None
+        positions = PositionCheck(canonical_gm, sites) if stores_unrotated_keys else None
+        rotation = RotationCheck(canonical_gm, sites) if stores_unrotated_keys else None
         return PromptRunner(
             backend, graph, DeferredCode(), splicing.extract(canonical_gm, []).graph, positions, rotation, unchecked
         )
@@ -201,7 +205,7 @@ class PromptRunner:
     def _inputs(self) -> list[Any]:
         """Return the example values of the rewritten graph's inputs."""
         assert self.graph.rewrite.rewritten_gm is not None
-        return [walk.value(node) for node in walk.placeholders(self.graph.rewrite.rewritten_gm.graph)]
+        return [walk.example_value(node) for node in walk.placeholders(self.graph.rewrite.rewritten_gm.graph)]
 
     def _compile_later(self, arguments: Sequence[Any]) -> Callable[..., Any]:
         """Compile the rewritten graph after Dynamo has set its guards, and note those that compiling adds to them."""
@@ -258,7 +262,7 @@ class PromptRunner:
         model = [arguments[index] for index in graph.module_inputs] or graph.constants
         pending = PendingPrompt(
             backend=self.backend,
-            stores_raw_keys=graph.stores_raw_keys,
+            stores_unrotated_keys=graph.stores_unrotated_keys,
             notes=() if graph.adopted_past is None else (ADOPTED,),
             first_ids=first_ids,
             rotated_key=rotated_key,
@@ -296,8 +300,8 @@ class PromptRunner:
             return None
         key = results[self.graph.rewrite.outputs[0].key]
 
-        def sizes() -> Sizes:
-            return Sizes((), shapes.measure_symbols(inputs, arguments), key.shape[2])
+        def sizes() -> SizeResolver:
+            return SizeResolver((), shapes.measure_symbols(inputs, arguments), key.shape[2])
 
         return self.rotation.rotated_key(arguments, sizes, key.device)
 
@@ -318,19 +322,21 @@ class PromptRunner:
         heads = key.shape[1]
         if site.computed:
             key, value = join_heads(key), join_heads(value)
-        specs = list[StatisticsOperands]()
+        statistics_operands = list[StatisticsOperands]()
         if outputs.operands:
             operands: list[Any] = [None if index is None else results[index] for index in outputs.operands]
             query, attended, mask, sink_logit = operands
             how = (site.causal, site.scale, site.cap, sink_logit)
-            specs = [StatisticsOperands(query, attended, mask, *how, heads=key.shape[1], sharding=site.sharding)]
+            statistics_operands = [
+                StatisticsOperands(query, attended, mask, *how, heads=key.shape[1], sharding=site.sharding)
+            ]
         index = self.graph.output_projections[i]
         by_head = None if index is None else output_weight_by_head(traced[index], key.shape[1], value.shape[3])
         return PromptLayer(
             policy=policy,
             heads=heads,
             site=site,
-            tokens=TokensToAdmit(key, value, valid, attention, pins, by_head, tuple(specs)),
+            tokens=TokensToAdmit(key, value, valid, attention, pins, by_head, tuple(statistics_operands)),
             key_projections=model_identity.weak_references(arguments[index] for index in self.graph.key_projections[i]),
             output_projection=None if index is None else weakref.ref(arguments[index]),
         )

@@ -138,7 +138,7 @@ class Recorder:
     keeps_programs: bool = False
     stopwatch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
 
-    def keep_program(self, title: str, graph: fx.Graph) -> None:
+    def keep_graph_code(self, title: str, graph: fx.Graph) -> None:
         """Keep a graph in its present state, as text, if `keeps_programs` is set."""
         if self.keeps_programs:
             self.programs.append((title, program(graph)))
@@ -166,13 +166,13 @@ def configure_logs() -> None:
             logger.addHandler(logging.StreamHandler())
 
 
-def note_program(title: str, graph: fx.Graph, recorder: Recorder | None) -> None:
+def log_graph(title: str, graph: fx.Graph, recorder: Recorder | None) -> None:
     """Record a graph in its present state for logs, and for reports if there is a recorder."""
     if GRAPHS.isEnabledFor(logging.INFO):
         GRAPHS.info("# %s\n%s", title, program(graph))
     dynamo.note_artifact(f"kvpass {title}".replace(" ", "_"), lambda: program(graph))
     if recorder is not None:
-        recorder.keep_program(title, graph)
+        recorder.keep_graph_code(title, graph)
 
 
 def program(graph: fx.Graph) -> str:

@@ -14,7 +14,7 @@ import torch.fx as fx
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import shapes, walk
-from kvpass.fx.shapes import Sizes
+from kvpass.fx.shapes import SizeResolver
 from kvpass.runtime.lru_cache import LruCache
 from kvpass.runtime.variants import DynamicDims
 
@@ -34,12 +34,12 @@ SizeInterpretation = tuple[int | None, ...]
 class CallSizes:
     """The sizes of one call."""
 
-    numbers: tuple[int, ...]  # the values of `StepSizes.sources`, such as rows and new tokens
-    counters: tuple[Counted, ...]  # what each of `StepSizes.counters` counts
+    numbers: tuple[int, ...]  # the values of `StepSizeReader.sources`, such as rows and new tokens
+    counters: tuple[Counted, ...]  # what each of `StepSizeReader.counters` counts
     windows: tuple[int | None, ...]  # for each layer, the window if it is full
 
 
-class StepSizes:
+class StepSizeReader:
     """The sizes of a step graph.
 
     Attributes:
@@ -54,13 +54,13 @@ class StepSizes:
         self.sources, self.other_sources = _free_sizes(canonical_gm, sites)
         self.rewritten_interpretations = LruCache[SizeInterpretation, None]()
         self._new_tokens = LruCache[tuple[int, ...], int]()
-        self._resolved = LruCache[Any, Sizes]()
+        self._resolved = LruCache[Any, SizeResolver]()
 
     def numbers(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
         """Return the values of `sources`."""
         return tuple(int(arguments[index].shape[dim]) for index, dim in self.sources.values())
 
-    def queries(self, arguments: tuple[Any, ...]) -> int:
+    def query_len(self, arguments: tuple[Any, ...]) -> int:
         """Return the number of new tokens q."""
         return self._new_token_count(self.numbers(arguments))
 
@@ -68,15 +68,15 @@ class StepSizes:
         count = self._new_tokens.find(numbers)
         if count is None:
             numbers_by_symbol = dict(zip(self.sources, numbers, strict=True))
-            count = self._new_tokens.put(numbers, shapes.number(self._sites[0].queries, numbers_by_symbol))
+            count = self._new_tokens.put(numbers, shapes.number(self._sites[0].query_len, numbers_by_symbol))
         return count
 
     def call_sizes(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> CallSizes:
         """Return the sizes of a call."""
         windows = tuple(cache.window if cache.stored_tokens < cache.length else None for cache in caches)
-        numbers, seen = self.numbers(arguments), caches[0].length
+        numbers, length = self.numbers(arguments), caches[0].length
         new = self._new_token_count(numbers)
-        counted: dict[int, Counted] = {seen: "seen"}
+        counted: dict[int, Counted] = {length: "seen"}
         if new > 1:  # a single new token is a constant to Dynamo, so the number 1 counts nothing
             counted.setdefault(new, "new")
         counters = (arguments[index] for index in self.counters.values())
@@ -90,7 +90,7 @@ class StepSizes:
         """
         sizes = [int(arguments[index].shape[dim]) for index, dim in self.other_sources.values()]
         lengths = {cache.length for cache in caches} | {cache.stored_tokens for cache in caches}
-        lengths |= {length + self.queries(arguments) for length in lengths}
+        lengths |= {length + self.query_len(arguments) for length in lengths}
         unclear = [index for index, size in enumerate(sizes) if size in lengths]
         counts = range(len(unclear) + 1) if len(unclear) <= MOST_UNCLEAR else (0, len(unclear))
         fixed = [set(indices) for count in counts for indices in itertools.combinations(unclear, count)]
@@ -110,18 +110,20 @@ class StepSizes:
         symbols: dict[Any, Any] = dict(zip(reversed(numbers), reversed(self.sources), strict=True))
         return tuple(symbols.get(size, size) for size in other_sizes)
 
-    def resolve(self, call: CallSizes, other_sizes: tuple[Any, ...], dynamic: DynamicDims | None = None) -> Sizes:
+    def resolve(
+        self, call: CallSizes, other_sizes: tuple[Any, ...], dynamic: DynamicDims | None = None
+    ) -> SizeResolver:
         """Return the meaning of the graph's symbols in a call, perhaps with some sizes dynamic."""
         key = call, other_sizes, dynamic
         return self._resolved.find(key) or self._resolved.put(key, self._resolve(call, other_sizes, dynamic))
 
-    def _resolve(self, call: CallSizes, other_sizes: tuple[Any, ...], dynamic: DynamicDims | None) -> Sizes:
+    def _resolve(self, call: CallSizes, other_sizes: tuple[Any, ...], dynamic: DynamicDims | None) -> SizeResolver:
         values: dict[Any, Any] = dict(zip(self.sources, call.numbers, strict=True))
         new: Any = self._new_token_count(call.numbers)
         if dynamic:
             symbols = dynamic.symbols
             values.update({symbol: symbols[index] for index, symbol in enumerate(self.sources) if index in symbols})
-            new = shapes.expr(self._sites[0].queries).subs(values)
+            new = shapes.expr(self._sites[0].query_len).subs(values)
         lengths = []
         for symbol, counted in zip(self.counters, call.counters, strict=True):
             if counted == "seen":
@@ -132,38 +134,41 @@ class StepSizes:
             if size is not None:
                 values[symbol] = values.get(size, size)  # a tied size is the symbol of a source
         for site, window in zip(self._sites, call.windows, strict=True):
-            for stored in (shapes.expr(walk.value(past).shape[2]) for past in site.pasts):
+            for stored in (shapes.expr(walk.example_value(past).shape[2]) for past in site.pasts):
                 if window is None:
                     lengths.append(stored)
                 else:
                     values.update(dict.fromkeys(stored.free_symbols, window))
         least = max((window + 1 for window in call.windows if window is not None), default=0)
         whole = [site for site, window in zip(self._sites, call.windows, strict=True) if window is None]
-        totals = {shapes.expr(size): size for size in (walk.value(site.grown_key).shape[2] for site in whole)}
+        totals = {shapes.expr(size): size for size in (walk.example_value(site.grown_key).shape[2] for site in whole)}
         sizes = dynamic.sizes if dynamic else None
         queries = sizes.size(new) if sizes else new
-        return Sizes(tuple(dict.fromkeys(lengths)), values, queries, least, tuple(totals.values()), sizes)
+        return SizeResolver(tuple(dict.fromkeys(lengths)), values, queries, least, tuple(totals.values()), sizes)
 
     def holds_after(
-        self, other_sizes: SizeInterpretation, arguments: tuple[Any, ...], seen: int
+        self, other_sizes: SizeInterpretation, arguments: tuple[Any, ...], length: int
     ) -> Callable[[int], bool]:
         """Return a predicate of n: whether the graph's guards hold n tokens after a call."""
         following = {symbol for symbol, size in zip(self.other_sources, other_sizes, strict=True) if size is None}
-        counting = {symbol for symbol, index in self.counters.items() if arguments[index] == seen}
+        counting = {symbol for symbol, index in self.counters.items() if arguments[index] == length}
         now = shapes.measure_symbols(self._canonical_gm.graph, arguments)
-        growing = {symbol for site in self._sites for symbol in site.length_symbols if now.get(symbol) == seen}
+        growing = {symbol for site in self._sites for symbol in site.length_symbols if now.get(symbol) == length}
         return guard_predicate(shapes.guards(self._canonical_gm.graph), now, following | counting | growing)
 
 
 def _free_sizes(canonical_gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSources, SizeSources]:
-    """Return `StepSizes.sources` and `other_sources`; the sizes of the past keys and values are in neither."""
+    """Return `StepSizeReader.sources` and `other_sources`; the sizes of the past keys and values are in neither."""
     sources: SizeSources = {}
     for index, node in enumerate(walk.placeholders(canonical_gm.graph)):
-        for dim, size in enumerate(walk.value(node).shape if walk.is_tensor(node) else ()):
+        for dim, size in enumerate(walk.example_value(node).shape if walk.is_tensor(node) else ()):
             if isinstance(size, torch.SymInt):
                 sources.setdefault(shapes.expr(size), (index, dim))
     wanted = {
-        symbol for site in sites for size in walk.value(site.query).shape for symbol in shapes.expr(size).free_symbols
+        symbol
+        for site in sites
+        for size in walk.example_value(site.query).shape
+        for symbol in shapes.expr(size).free_symbols
     }
     grown = {symbol for site in sites for symbol in site.length_symbols}
     others = {symbol: index for symbol, index in sources.items() if symbol not in wanted | grown and symbol.is_Symbol}
@@ -177,12 +182,12 @@ def _counters(canonical_gm: fx.GraphModule) -> dict[Any, int]:
     of a growing tensor.  No node computes with those: the tensor that they belong to is copied where that matters, see
     `StepRewrite.flat_arguments`.
     """
-    holders = walk.placeholders(canonical_gm.graph)
-    tensors = [walk.value(node) for node in holders if walk.is_tensor(node)]
+    placeholders = walk.placeholders(canonical_gm.graph)
+    tensors = [walk.example_value(node) for node in placeholders if walk.is_tensor(node)]
     sized = {symbol for tensor in tensors for size in tensor.shape for symbol in shapes.expr(size).free_symbols}
     counters: dict[Any, int] = {}
-    for index, node in enumerate(holders):
-        if node.users and isinstance(walk.value(node), torch.SymInt) and shapes.expr(node).is_Symbol:
+    for index, node in enumerate(placeholders):
+        if node.users and isinstance(walk.example_value(node), torch.SymInt) and shapes.expr(node).is_Symbol:
             counters.setdefault(shapes.expr(node), index)
     return {symbol: index for symbol, index in counters.items() if symbol not in sized}
 

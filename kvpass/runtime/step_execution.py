@@ -13,7 +13,7 @@ from kvpass.policies.pinned_tokens import Pins
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.call_pins import call_pins
-from kvpass.runtime.call_records import calls_before, record_calls
+from kvpass.runtime.call_records import store_undo_records, undo_records_before
 from kvpass.runtime.clocks import advance_counts, tick
 from kvpass.runtime.padding_tracker import PaddingTracker
 from kvpass.runtime.sizes import SizeInterpretation
@@ -73,17 +73,17 @@ class StepExecutor(abc.ABC):
     def advance(self, inputs: StepInputs) -> StepResult:
         """Run the new tokens in Dynamo's arguments, and update the caches; the policies say whether to compact."""
         caches, arguments = inputs.caches, inputs.arguments
-        queries = self.queries(arguments)
+        query_len = self.query_len(arguments)
         key, before = step_key(caches), caches[0].length
-        calls, kv_store = calls_before(caches, queries), self.backend.kv_store
+        undo_records, kv_store = undo_records_before(caches, query_len), self.backend.kv_store
         clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
-        if queries == 1:
+        if query_len == 1:
             compact, clocks = self.tick(caches, arguments)
             inputs = dataclasses.replace(inputs, compact=compact)
         step = self._prepare_step(inputs)
         for cache in caches:
             cache.interrupted = True
-        if queries == 1:
+        if query_len == 1:
             for cache, pins in self._caches_with_pins(caches):
                 kv_store.pin(cache, pins)
         regions.note_run()
@@ -93,8 +93,8 @@ class StepExecutor(abc.ABC):
             kv_store.admit_step(cache, site, [results[index] for index in indices])
             for cache, site, indices in zip(caches, self.sites, step.rewrite.admitted_outputs, strict=True)
         ]
-        advance_counts(caches, queries, clocks)
-        record_calls(caches, calls, taken)
+        advance_counts(caches, query_len, clocks)
+        store_undo_records(caches, undo_records, taken)
         return StepResult(self, inputs, results, step.host_inputs, key, step.rewrite, before, step.variant)
 
     def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
@@ -118,7 +118,7 @@ class StepExecutor(abc.ABC):
         return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
 
     @abc.abstractmethod
-    def queries(self, arguments: tuple[Any, ...]) -> int:
+    def query_len(self, arguments: tuple[Any, ...]) -> int:
         """Return the number of new tokens q."""
 
     @abc.abstractmethod

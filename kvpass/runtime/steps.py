@@ -14,7 +14,7 @@ from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import walk
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
-from kvpass.rewrite.step_graph import StepCall
+from kvpass.rewrite.step_graph import StepRewriteInput
 from kvpass.rewrite.validation.conversation import StepCase
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
@@ -23,7 +23,7 @@ from kvpass.runtime.cache_changes import grow_for, longer_placeholder
 from kvpass.runtime.checks import StepVerifier, describe_wrong_mask
 from kvpass.runtime.padding_tracker import PaddingTracker
 from kvpass.runtime.run_events import publish_run
-from kvpass.runtime.sizes import SizeInterpretation, StepSizes
+from kvpass.runtime.sizes import SizeInterpretation, StepSizeReader
 from kvpass.runtime.step_execution import PreparedStep, StepExecutor, StepInputs, StepResult
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
 from kvpass.torch_private import dynamo, symbolic_shapes, tensors
@@ -56,16 +56,16 @@ class StepRunner(StepExecutor):
 
     def __init__(self, backend: BackendBase, captured: Capture) -> None:
         canonical_gm, sites = captured.canonical_gm, captured.sites
-        self.sizes = StepSizes(canonical_gm, sites)
+        self.sizes = StepSizeReader(canonical_gm, sites)
         counters = [*self.sizes.counters.values()]
         super().__init__(backend, sites, counters, PaddingTracker.of(canonical_gm, sites))
         self.canonical_gm, self.dynamo_gm = canonical_gm, captured.dynamo_gm if backend.validate else None
         self.tokens_first = captured.tokens_first
-        holders = walk.placeholders(self.canonical_gm.graph)
-        self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
+        placeholders = walk.placeholders(self.canonical_gm.graph)
+        self.pasts = [(placeholders.index(s.past_key), placeholders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
         self.as_traced = UnwrappedSubclasses(index for pair in self.pasts for index in pair)
         self.verifier = StepVerifier(self.canonical_gm, self.sites, backend.key_weights_of_steps)
-        values = map(walk.value, self.canonical_gm.graph.nodes)
+        values = map(walk.example_value, self.canonical_gm.graph.nodes)
         self.variants = VariantCache({str(symbol) for each in values for symbol in symbolic_shapes.symbols(each)})
         self.validation: Validation | None = None
 
@@ -75,7 +75,7 @@ class StepRunner(StepExecutor):
             try:
                 return self._run(arguments)
             except UnsupportedGraph as refusal:
-                tokens = arguments[self.pasts[0][0]].length + self.queries(arguments)
+                tokens = arguments[self.pasts[0][0]].length + self.query_len(arguments)
                 if wrong := describe_wrong_mask(self.canonical_gm, self.sites, arguments, tokens):
                     raise type(refusal)(f"{wrong}. With this mask: {refusal}") from None
                 handles = [arguments[key] for key, _ in self.pasts]
@@ -89,23 +89,23 @@ class StepRunner(StepExecutor):
         self.verifier.check_caches_match_layers(caches, arguments)
         self.padding.check_hidden(caches)
         arguments = self.as_traced(arguments)
-        queries = self.queries(arguments)
-        if not queries:
+        query_len = self.query_len(arguments)
+        if not query_len:
             raise UnsupportedGraph(f"{walk.source_line(self.sites[0].call)}: a call without new tokens on a cache")
-        grow_for(caches, queries)
+        grow_for(caches, query_len)
         for cache, pins in self._caches_with_pins(caches):
-            pins.check(cache.layout.policy, cache.layout.batch, queries)
+            pins.check(cache.layout.policy, cache.layout.batch, query_len)
             self.backend.kv_store.make_room_for_pins(cache, pins)
-        first_layer, known = caches[0], self.padding.unchanged_inputs(caches, arguments, queries)
+        first_layer, known = caches[0], self.padding.unchanged_inputs(caches, arguments, query_len)
         others = self._choose_interpretation(caches, arguments, known)
         self.verifier.check_positions(
-            first_layer, arguments, lambda: self.padding.valid_tokens(0, first_layer, arguments, queries)
+            first_layer, arguments, lambda: self.padding.valid_tokens(0, first_layer, arguments, query_len)
         )
         self.verifier.check_rotation(
             first_layer, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), others)
         )
         result = self.advance(StepInputs(caches, arguments, others, known))
-        self.padding.record_padding(caches, arguments, result.length_before, queries)
+        self.padding.record_padding(caches, arguments, result.length_before, query_len)
         publish_run(result)
         return self._dynamo_outputs(result)
 
@@ -122,8 +122,8 @@ class StepRunner(StepExecutor):
             )
         return cache
 
-    def queries(self, arguments: tuple[Any, ...]) -> int:
-        return self.sizes.queries(arguments)
+    def query_len(self, arguments: tuple[Any, ...]) -> int:
+        return self.sizes.query_len(arguments)
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
         """Return a predicate of n: whether the graph's guards hold n tokens after a step that ran."""
@@ -138,7 +138,7 @@ class StepRunner(StepExecutor):
         rewrite = variant.rewrite_with_numbers(key)
         host_inputs = rewrite.run_host_graph(arguments)
         flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].length)
-        run = variant.code_for(self.backend, flat, caches[0].layout.stores_raw_keys, rewrite.queries > 1)
+        run = variant.code_for(self.backend, flat, caches[0].layout.stores_unrotated_keys, rewrite.query_len > 1)
         if variant.serves(key):
             return PreparedStep(rewrite, host_inputs, flat, run, variant)
         # Compiling has added guards that this call does not meet.
@@ -158,7 +158,7 @@ class StepRunner(StepExecutor):
         def rewrite_for_call(dynamic: DynamicDims | None) -> StepRewrite:
             by_index = dynamic.by_index if dynamic else {}
             layouts = [key.dynamic_layout(i, cache.layout, by_index) for i, cache in enumerate(caches) if dynamic]
-            step = StepCall(
+            step = StepRewriteInput(
                 canonical_gm=self.canonical_gm,
                 sites=self.sites,
                 layouts=[cache.layout for cache in caches],
@@ -180,7 +180,7 @@ class StepRunner(StepExecutor):
             if variant is not None:  # another thread has rewritten it meanwhile
                 return variant
             shared = (*kind, tied, headroom) if has_dynamic_sizes else None
-            variant = self.variants.make(call, shared, key, self.queries(arguments) == 1, rewrite_for_call)
+            variant = self.variants.make(call, shared, key, self.query_len(arguments) == 1, rewrite_for_call)
             self.sizes.rewritten_interpretations.put(other_sizes, None)
         return variant
 
@@ -191,7 +191,7 @@ class StepRunner(StepExecutor):
         interpretations = self.sizes.size_interpretations(caches, arguments)
         if len(interpretations) == 1:
             return interpretations[0]
-        compact, _ = self.tick(caches, arguments) if self.queries(arguments) == 1 else (False, [])
+        compact, _ = self.tick(caches, arguments) if self.query_len(arguments) == 1 else (False, [])
         refusals = []
         for interpretation in interpretations:
             try:
@@ -203,7 +203,7 @@ class StepRunner(StepExecutor):
                 return interpretation
         raise refusals[0]
 
-    def _rewrite(self, call: StepCall) -> StepRewrite:
+    def _rewrite(self, call: StepRewriteInput) -> StepRewrite:
         """Rewrite the graph for a call, and validate the first rewrite.
 
         Later rewrites differ in sizes, in whether the step compacts, and in how they read the mask of cached tokens.
@@ -233,9 +233,9 @@ class StepRunner(StepExecutor):
         for index, result in zip(rewrite.grown, done.host_inputs, strict=False):  # further ones are inputs of the graph
             outputs[index] = result
         for index, beyond in rewrite.length_outputs.items():
-            outputs[index] = caches[0].length - rewrite.queries + beyond
+            outputs[index] = caches[0].length - rewrite.query_len + beyond
         for index, (past, dim) in rewrite.dropped_outputs.items():
-            outputs[index] = longer_placeholder(arguments[past], dim, rewrite.queries)
+            outputs[index] = longer_placeholder(arguments[past], dim, rewrite.query_len)
         for site, cache in zip(self.sites, caches, strict=True):
             outputs[site.keys_out], outputs[site.values_out] = handles_of(cache, site.token_dims)
         return tuple(outputs)

@@ -27,7 +27,7 @@ class ShapeKey:
     """Numbers that differ between calls which one rewritten graph can serve.
 
     Attributes:
-        numbers: those of `StepSizes.sources`, such as rows and new tokens.
+        numbers: those of `StepSizeReader.sources`, such as rows and new tokens.
         capacities: of each of `exact_layers`, or else the common capacity of all layers; 1 if layers or heads differ.
         budget: the common budget of all layers; 1 if the capacity determines the budget.
         exact_layers: the layers whose layouts have `exact_capacity`, so that each has a capacity of its own.
@@ -135,7 +135,9 @@ class CompiledVariant:
         dynamo.release_source_lines()
         inductor.return_free_memory()
 
-    def code_for(self, backend: BackendBase, flat: list[Any], stores_raw_keys: bool, chunk: bool) -> inductor.Compiled:
+    def code_for(
+        self, backend: BackendBase, flat: list[Any], stores_unrotated_keys: bool, chunk: bool
+    ) -> inductor.Compiled:
         """Return the code to run on these arguments; it compiles the graph if necessary.
 
         A chunk may be the only one, as the rest of a prompt or a turn often is, and compiling takes half a minute.
@@ -144,7 +146,7 @@ class CompiledVariant:
 
         def compile() -> inductor.Compiled:
             assert rewritten_gm is not None
-            run = backend.compile_step(rewritten_gm, rewrite.examples or flat, stores_raw_keys, rewrite.dynamic)
+            run = backend.compile_step(rewritten_gm, rewrite.examples or flat, stores_unrotated_keys, rewrite.dynamic)
             self._release_graph(rewritten_gm.graph)
             return run
 
@@ -197,10 +199,10 @@ class VariantCache:
             return dynamic_variant
         exact = range(len(key.numbers), len(key.numbers) + len(key.exact_layers))
         for indices in dict.fromkeys((key.dynamic_indices, in_numbers)):
-            alike = [i for i, index in enumerate(indices) if index in exact]
+            exchangeable = [i for i, index in enumerate(indices) if index in exact]
             if indices:
                 numbers = [key.all_numbers[index] for index in indices]
-                sizes = symbolic_shapes.SymbolicSizes(numbers, self._symbols, alike)
+                sizes = symbolic_shapes.SymbolicSizes(numbers, self._symbols, exchangeable)
                 try:
                     variants.append(CompiledVariant(rewrite(DynamicDims(sizes, indices)), key, indices))
                 except (PolicyError, UnsupportedGraph):

@@ -58,13 +58,13 @@ def is_exported() -> bool:
     return any(of_export) or _python_dispatch.any_torch_dispatch_mode_on_stack()
 
 
-def mark_growing(handle: Tensor, dim: int) -> None:
+def mark_dynamic_dim(handle: Tensor, dim: int) -> None:
     """Mark a dimension as dynamic for Dynamo, which saves one static trace."""
     torch._dynamo.maybe_mark_dynamic(handle, dim)
 
 
-def is_growing(tensor: Tensor, dim: int) -> bool:
-    """Return whether a dimension is marked by `mark_growing`."""
+def is_dynamic_dim(tensor: Tensor, dim: int) -> bool:
+    """Return whether a dimension is marked by `mark_dynamic_dim`."""
     return dim in getattr(tensor, "_dynamo_weak_dynamic_indices", ())
 
 

@@ -487,6 +487,6 @@ def compiling_parts(gm: fx.GraphModule, examples: Sequence[Any]) -> Iterator[Com
 
     traced = TracingContext.try_get() is not None
     with _without_mixed_warning(), _tracing(examples) as inputs:
-        holders = gm.graph.find_nodes(op="placeholder")
-        fakes = [node.meta["example_value"] for node in holders] if traced else inputs
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        fakes = [node.meta["example_value"] for node in placeholders] if traced else inputs
         yield CompiledParts(fakes, next(value.fake_mode for value in fakes if is_fake(value)))

@@ -238,8 +238,8 @@ def _calls(gm: fx.GraphModule) -> list[Any]:
 
 def _inline_call(gm: fx.GraphModule, call: Any) -> None:
     body = getattr(gm, call.args[0].target)
-    holders, result = body.graph.find_nodes(op="placeholder"), body.graph.output_node()
-    copy_of = dict(zip(holders, call.args[2:], strict=True))
+    placeholders, result = body.graph.find_nodes(op="placeholder"), body.graph.output_node()
+    copy_of = dict(zip(placeholders, call.args[2:], strict=True))
     with gm.graph.inserting_before(call):
         for node in body.graph.nodes:
             if node.op not in ("placeholder", "output"):

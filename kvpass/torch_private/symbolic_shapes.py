@@ -119,16 +119,16 @@ class SymbolicSizes:
     Attributes:
         mode: the fake tensor mode of tensors with such sizes.
         symbols: the sympy symbol of each size.
-        alike: symbols that share code: a guard on one of them applies to all of them.
+        exchangeable: symbols that share code: a guard on one of them applies to all of them.
     """
 
-    def __init__(self, hints: Sequence[int], taken: set[str], alike: Collection[int] = ()) -> None:
+    def __init__(self, hints: Sequence[int], taken: set[str], exchangeable: Collection[int] = ()) -> None:
         """Create one symbol for each size.
 
         Args:
             hints: the values in the current call, each at least 2.
             taken: names of another graph's symbols, which must not be used again.
-            alike: indices of the sizes that share code.
+            exchangeable: indices of the sizes that share code.
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -139,7 +139,7 @@ class SymbolicSizes:
         self._names, self._taken = itertools.count(), taken
         self._served: dict[Any, bool] = {}
         self.symbols = [self._symbol(hint) for hint in hints]
-        self.alike = frozenset(self.symbols[index] for index in alike)
+        self.exchangeable = frozenset(self.symbols[index] for index in exchangeable)
         self._hints = dict(zip(self.symbols, hints, strict=True))
 
     def _symbol(self, hint: int) -> Any:
@@ -158,10 +158,14 @@ class SymbolicSizes:
             return int(expression)
         return self._env.create_symintnode(expression, hint=int(expression.xreplace(self._hints)))
 
-    def like(self, shape: Sequence[Any], strides: Sequence[Any] | None, **kind: Any) -> Tensor:
+    def like(self, shape: Sequence[Any], strides: Sequence[Any] | None, **factory_kwargs: Any) -> Tensor:
         """Return a fake tensor, dense if no strides are given."""
         with torch.inference_mode(False), self.mode:
-            return torch.empty(shape, **kind) if strides is None else torch.empty_strided(shape, strides, **kind)
+            return (
+                torch.empty(shape, **factory_kwargs)
+                if strides is None
+                else torch.empty_strided(shape, strides, **factory_kwargs)
+            )
 
     def hold(self, numbers: Sequence[int]) -> bool:
         """Return whether the traced and compiled code serves these numbers."""
@@ -173,12 +177,12 @@ class SymbolicSizes:
         return self._served[kind]
 
     def _answers(self, guard: Any, known: dict[Any, Any]) -> Iterator[Any]:
-        """Yield a guard's values: a guard on one of the alike sizes is evaluated for all of them."""
+        """Yield a guard's values: a guard on one of the exchangeable sizes is evaluated for all of them."""
         yield guard.xreplace(known)
-        free = guard.free_symbols & self.alike
+        free = guard.free_symbols & self.exchangeable
         if len(free) == 1:
             (one,) = free
-            for number in {known[symbol] for symbol in self.alike}:
+            for number in {known[symbol] for symbol in self.exchangeable}:
                 yield guard.xreplace({**known, one: number})
 
 

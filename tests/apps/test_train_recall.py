@@ -74,15 +74,15 @@ def test_the_bundled_model_recalls_at_every_distance():
 @pytest.mark.slow
 @torch.inference_mode()
 def test_the_bundled_weights_recall_what_they_are_said_to():
-    subject = load_memory()
-    held_out = torch.tensor([token for text in subject.encode(corpus.read(corpus.held_out_files())) for token in text])
+    loaded = load_memory()
+    held_out = torch.tensor([token for text in loaded.encode(corpus.read(corpus.held_out_files())) for token in text])
     distances = (16, 32, 64, 128, 256, 512, 1024, 2000)
-    text = plant_pairs(held_out, subject.bos, PairVocabulary.of(subject.tokenizer), 2048, distances, rows=8, seed=5)
-    shares = [share_without_cache(subject.model, text, number) for number in range(len(text.distances))]
+    text = plant_pairs(held_out, loaded.bos, PairVocabulary.of(loaded.tokenizer), 2048, distances, rows=8, seed=5)
+    shares = [share_without_cache(loaded.model, text, number) for number in range(len(text.distances))]
     assert min(shares) >= 0.9
     # Without the right pairs, no answer can be known.
     strange = dataclasses.replace(text, pairs=text.pairs.roll(1, 0))
-    assert share_without_cache(subject.model, strange, 3) <= 0.1
+    assert share_without_cache(loaded.model, strange, 3) <= 0.1
 
 
 def test_a_model_without_a_cache_is_asked_the_same():

@@ -12,7 +12,7 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpass.capture.autocast_regions import remove_regions
+from kvpass.capture.autocast_regions import inline_autocast_regions
 from kvpass.capture.simplify import multiply_outer_products
 from kvpass.torch_private import fx_nodes, operators
 
@@ -64,7 +64,7 @@ WEIGHT, KEYS = torch.randn(4, 4), torch.randn(1, 2, 3, 4)
 def test_the_casts_of_an_enabled_region_are_written_out(inside: Callable[..., Any], one: Tensor, other: Tensor) -> None:
     gm = region(inside, one, other, enabled=True)
     wanted = gm(one, other)
-    remove_regions(gm.graph)
+    inline_autocast_regions(gm.graph)
     gm.recompile()
     assert modes(gm) == 0
     assert gm(one, other).dtype == wanted.dtype
@@ -74,7 +74,7 @@ def test_the_casts_of_an_enabled_region_are_written_out(inside: Callable[..., An
 def test_a_region_inside_of_autocast_to_another_dtype_stays() -> None:
     gm = region(F.linear, A.mT, WEIGHT, enabled=True, dtype=torch.float16)
     with torch.autocast("cpu", torch.bfloat16):
-        remove_regions(gm.graph)
+        inline_autocast_regions(gm.graph)
     assert modes(gm) == 2
 
 
@@ -85,14 +85,14 @@ def test_a_constant_may_stand_in_a_region() -> None:
     with gm.graph.inserting_before(linear):
         constant = gm.graph.create_node("get_attr", "constant")
     constant.meta["example_value"] = gm.constant
-    remove_regions(gm.graph)
+    inline_autocast_regions(gm.graph)
     assert modes(gm) == 0
 
 
 def test_a_region_in_which_a_cast_operand_is_written_to_stays() -> None:
     gm = region(lambda a, b: a.addmm_(b, b), WEIGHT.clone(), WEIGHT, enabled=True)
     next(node for node in gm.graph.nodes if node.target == "addmm_").meta["example_value"] = WEIGHT.bfloat16()
-    remove_regions(gm.graph)
+    inline_autocast_regions(gm.graph)
     assert modes(gm) == 2
 
 
@@ -115,7 +115,7 @@ def test_a_region_of_angles_is_removed(inside: Callable[..., Any]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         wanted = gm(A, B)
         multiply_outer_products(gm.graph)
-        remove_regions(gm.graph)
+        inline_autocast_regions(gm.graph)
         gm.recompile()
         assert torch.equal(gm(A, B), wanted)
     assert modes(gm) == 0
@@ -133,7 +133,7 @@ def test_a_region_of_angles_is_removed(inside: Callable[..., Any]) -> None:
 def test_other_regions_stay(inside: Any, one: Tensor, other: Tensor, enabled: bool) -> None:
     gm = region(inside, one, other, enabled)
     multiply_outer_products(gm.graph)
-    remove_regions(gm.graph)
+    inline_autocast_regions(gm.graph)
     assert modes(gm) == 2
     assert any(node.target == inside for node in gm.graph.nodes)
 

@@ -65,7 +65,7 @@ def test_the_canonical_graph_equals_the_models_graph(spelling: Spelling) -> None
     assert len(beside.calls(ATTENTION)) == len(beside.captured) >= 2
     assert len(beside.calls(APPEND)) == 2 * len(beside.captured)
     for _, captured in beside.captured:
-        left = {walk.name_of(node) for node in captured.canonical_gm.graph.nodes}
+        left = {walk.target_name(node) for node in captured.canonical_gm.graph.nodes}
         assert not left & {"softmax", "scaled_dot_product_attention", "cat", "bmm", "baddbmm"}
 
 

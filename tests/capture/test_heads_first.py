@@ -41,7 +41,7 @@ def test_an_equation_gets_rows_and_heads_first(
         node.meta["example_value"] = tensor
     graph.output((graph.call_function(torch.functional.einsum, (equation, *nodes)),))
     gm = order_equations(fx.GraphModule({}, graph))
-    (found,) = [node.args[0] for node in gm.graph.nodes if walk.name_of(node) == "einsum"]
+    (found,) = [node.args[0] for node in gm.graph.nodes if walk.target_name(node) == "einsum"]
     assert found == (ordered or equation)
     assert torch.allclose(fx.GraphModule({}, gm.graph)(*tensors)[0], torch.einsum(equation, *tensors), atol=1e-6)
 

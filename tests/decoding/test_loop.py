@@ -359,14 +359,14 @@ def test_a_thread_that_forgets_the_conversation_waits_for_the_prompt_of_another(
     loop, (ids, _) = loop_on(llama()), prompt(1, 9, ())
     loop.prompt(ids)
     prefix = copy.deepcopy(loop.cache)
-    caller, called, goes_on = loop.caller, threading.Event(), threading.Event()
+    model_call, called, goes_on = loop.model_call, threading.Event(), threading.Event()
 
     def waiting(*given: Any, **named: Any) -> Any:
         called.set()
         assert goes_on.wait(60)
-        return caller.call(*given, **named)
+        return model_call.call(*given, **named)
 
-    loop.caller = dataclasses.replace(caller, call=waiting)
+    loop.model_call = dataclasses.replace(model_call, call=waiting)
     forget = loop.reset if how == "reset" else functools.partial(loop.branch, prefix)
     threads = [threading.Thread(target=each) for each in (functools.partial(loop.prompt, ids), forget)]
     threads[0].start()

@@ -47,7 +47,7 @@ def exchanges(model: nn.Module, **settings: Any) -> list[list[int]]:
     found: list[list[int]] = []
 
     def inner(gm: fx.GraphModule, examples: Any) -> Any:
-        found.append([walk.value(node).numel() for node in gm.graph.nodes if fx_nodes.is_collective(node)])
+        found.append([walk.example_value(node).numel() for node in gm.graph.nodes if fx_nodes.is_collective(node)])
         return gm.forward
 
     run(model, 2, inner=inner, **settings)

@@ -222,7 +222,7 @@ def test_a_function_of_that_name_is_no_operator() -> None:
     node = graph.call_function(add, (x, x))
     for each in (x, node):
         each.meta["example_value"] = torch.rand(3, 2)
-    assert op_table.known_name(node) == ""
+    assert op_table.operator_name(node) == ""
     assert propagation.propagate_dim(node, x, 0) is None
 
 

@@ -50,7 +50,7 @@ class Recording:
 class StageRecorder(Recorder):
     """Records the normalised text of every graph."""
 
-    def keep_program(self, title: str, graph: fx.Graph) -> None:
+    def keep_graph_code(self, title: str, graph: fx.Graph) -> None:
         self.programs.append((title, program.text(graph)))
 
 
@@ -63,7 +63,7 @@ class RecordingBackend(Backend):
 
     def _compile_inner(self, rewritten_gm: fx.GraphModule, *options: Any) -> Callable[..., Any]:
         if self.recorder is not None:
-            self.recorder.keep_program("handed to the compiler", rewritten_gm.graph)
+            self.recorder.keep_graph_code("handed to the compiler", rewritten_gm.graph)
         return super()._compile_inner(rewritten_gm, *options)
 
 

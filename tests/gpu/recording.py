@@ -14,7 +14,7 @@ from kvpass.backend import Backend, backend
 from kvpass.fx import walk
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
-from kvpass.rewrite.step_graph import StepCall
+from kvpass.rewrite.step_graph import StepRewriteInput
 from kvpass.torch_private import fx_nodes, symbolic_shapes
 from tests.gpu import torch_private
 from tests.step_settings import step_settings
@@ -29,7 +29,7 @@ class Step:
         names: names of its inputs; those of a layer's slots begin with `slots_{layer}_`.
         patches: configuration of Inductor.
         compact: whether it is the decode graph in which the policy compacts.
-        queries: number of new tokens.
+        query_len: number of new tokens.
         layers: number of attention layers.
         inputs: inputs before the first run on the CPU.
         after: the same tensors after it, with slots overwritten in place.
@@ -40,7 +40,7 @@ class Step:
     names: list[str]
     patches: dict[str, Any]
     compact: bool
-    queries: int
+    query_len: int
     layers: int
     inputs: list[Any] = dataclasses.field(default_factory=list)
     after: list[Any] = dataclasses.field(default_factory=list)
@@ -53,7 +53,7 @@ class Recording(Backend):
 
     steps: list[Step] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
-    def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
+    def rewrite(self, call: StepRewriteInput) -> tuple[StepContext, StepRewrite]:
         with torch_private.pretended_gpu():
             gpu_gm, copy_of = on_gpu(call.canonical_gm)
             device = torch.device("cuda", 0)
@@ -65,9 +65,9 @@ class Recording(Backend):
                 padding_inputs=call.padding_inputs.in_copy(copy_of),
             )
             rewrite = rewrite_step(StepContext(gpu_call))
-        patches = step_settings(self, call.layouts[0].stores_raw_keys)
+        patches = step_settings(self, call.layouts[0].stores_unrotated_keys)
         names = [node.name for node in walk.placeholders(rewrite.rewritten_gm.graph)]
-        self.steps.append(Step(rewrite.rewritten_gm, names, patches, call.compact, rewrite.queries, len(call.sites)))
+        self.steps.append(Step(rewrite.rewritten_gm, names, patches, call.compact, rewrite.query_len, len(call.sites)))
         return super().rewrite(call)
 
     @property

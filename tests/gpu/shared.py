@@ -44,7 +44,7 @@ def recorded(
 def emission(name: str, dtype: torch.dtype) -> Emission:
     """Emit a policy's decode graph without compaction."""
     steps = recorded(name, dtype, (1,) * STEPS)
-    return cuda_emission.emit(next(step for step in steps if step.queries == 1 and not step.compact))
+    return cuda_emission.emit(next(step for step in steps if step.query_len == 1 and not step.compact))
 
 
 @functools.cache

@@ -104,7 +104,7 @@ def test_newer_targets_compile(target: str) -> None:
 @pytest.mark.slow
 def test_a_short_chunk_runs_by_the_kernel_too() -> None:
     """Test cached slots and three new tokens, which on a CPU use torch's own attention."""
-    chunk = next(step for step in recorded("h2o", torch.float16, (3,)) if step.queries == 3)
+    chunk = next(step for step in recorded("h2o", torch.float16, (3,)) if step.query_len == 3)
     made = cuda_emission.emit(chunk)
     assert sum(launch.name.startswith(cuda_emission.ATTEND) for launch in made.launches) == 2
     real = [place for place, out in enumerate(chunk.outputs) if out.is_floating_point() and out.shape[1] == 3]

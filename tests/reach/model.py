@@ -12,7 +12,7 @@ from tests import models
 
 VOCABULARY = 128
 WIDE = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-"""Sizes wide enough for the groups and blocks of quantised weights."""
+"""SizeResolver wide enough for the groups and blocks of quantised weights."""
 TOKENS = dict(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=None)
 
 

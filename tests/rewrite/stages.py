@@ -16,7 +16,7 @@ from kvpass.fx.walk import placeholders
 from kvpass.rewrite.context import PassRecord, StepContext
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
-from kvpass.rewrite.step_graph import StepCall
+from kvpass.rewrite.step_graph import StepRewriteInput
 from kvpass.runtime import recorder
 from kvpass.torch_private import fx_nodes
 
@@ -40,12 +40,12 @@ class Stages(Backend):
         stages: stages of the last graph, by the name of the pass.
     """
 
-    calls: list[StepCall] = dataclasses.field(default_factory=list, compare=False, repr=False)
+    calls: list[StepRewriteInput] = dataclasses.field(default_factory=list, compare=False, repr=False)
     slots: list[list[Tensor]] = dataclasses.field(default_factory=list, compare=False, repr=False)
     contexts: list[StepContext] = dataclasses.field(default_factory=list, compare=False, repr=False)
     stages: dict[str, Stage] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
-    def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
+    def rewrite(self, call: StepRewriteInput) -> tuple[StepContext, StepRewrite]:
         self.calls.append(call)
         self.slots.append([tensor.clone() for layer in call.slots for tensor in layer.tensors()])
         context = StepContext(call)
@@ -86,18 +86,18 @@ def body(graph: fx.Graph) -> list[str]:
 
 
 @torch.no_grad()
-def staged(model: torch.nn.Module, policy: str = "streaming", *, queries: int = 1, **settings: Any) -> Stages:
+def staged(model: torch.nn.Module, policy: str = "streaming", *, query_len: int = 1, **settings: Any) -> Stages:
     """Return the stages of the first step, or of a chunk of `queries` tokens, after a prompt of five tokens."""
     torch._dynamo.reset()
     plain = kvpass.backend(policy, **{"inner": "eager", **settings})
     stages = Stages(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)})
-    compiled, ids = torch.compile(model, backend=stages), torch.arange(5 + queries)[None]
+    compiled, ids = torch.compile(model, backend=stages), torch.arange(5 + query_len)[None]
     _, past = compiled(ids[:, :5].contiguous(), None)
     compiled(ids[:, 5:].contiguous(), past)
     return stages
 
 
-def with_rows(call: StepCall) -> tuple[Any, ...]:
+def with_rows(call: StepRewriteInput) -> tuple[Any, ...]:
     """Return the arguments of a call with random keys and values in place of handles, which hold none."""
     generator = torch.Generator().manual_seed(0)
     return tuple(

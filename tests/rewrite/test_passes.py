@@ -113,7 +113,7 @@ def test_queries_stand_at_their_ranks() -> None:
 def test_positions_stay_where_keys_are_stored_as_they_are() -> None:
     stages = with_absolute_positions()
     assert stages.added("rank_positions") == stages.removed("rank_positions") == []
-    assert stages.contexts[0].rotations.slices == []
+    assert stages.contexts[0].rotations.subgraphs == []
 
 
 def test_position_ids_count_cached_tokens_for_a_policy_that_renumbers() -> None:
@@ -156,7 +156,7 @@ def test_growing_outputs_are_removed() -> None:
 
 
 def test_survivors_of_a_chunk_come_out() -> None:
-    stages = staged(Small(plain), "h2o", budget=8, queries=4)
+    stages = staged(Small(plain), "h2o", budget=8, query_len=4)
     key, value, real, *sums = stages.contexts[0].outputs.admitted_outputs[0]
     assert [key, value, real] == [1, 2, 3]
     assert sums  # h2o needs column sums

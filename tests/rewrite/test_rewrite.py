@@ -32,7 +32,7 @@ def symbols(gm: fx.GraphModule) -> list[fx.Node]:
     """Return the nodes whose recorded value is a symbolic size, or a tensor with one."""
     found = []
     for node in gm.graph.nodes:
-        recorded = walk.value(node)
+        recorded = walk.example_value(node)
         sizes = recorded.shape if isinstance(recorded, torch.Tensor) else [recorded]
         if any(isinstance(size, torch.SymInt) for size in sizes):
             found.append(node)

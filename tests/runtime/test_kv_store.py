@@ -14,12 +14,12 @@ import kvpass
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.backend import Backend
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.cache.past_calls import PastCall
 from kvpass.cache.slots import SlotSnapshot
+from kvpass.cache.undo_records import UndoRecord
 from kvpass.errors import BudgetError
 from kvpass.policies.pinned_tokens import PINNED, Pins
 from kvpass.runtime.call_pins import pinning
-from kvpass.runtime.call_records import calls_before, record_calls
+from kvpass.runtime.call_records import store_undo_records, undo_records_before
 from kvpass.runtime.kv_store import KVStore
 from tests import on_reference
 from tests.runtime.prompts import DIM, HEADS, admitted, content, positions, rows_of
@@ -45,11 +45,11 @@ def chunk_of(start: int, stop: int, rows: int) -> list[torch.Tensor]:
 def run_chunk(cache: LayerCache, count: int) -> None:
     """Admit a chunk, and record it as the runtime does."""
     store, start = KVStore(), cache.length
-    calls = calls_before([cache], count)
+    records = undo_records_before([cache], count)
     site: Any = None  # read for statistics alone
     taken = store.admit_step(cache, site, chunk_of(start, start + count, cache.layout.batch))
     cache.length += count
-    record_calls([cache], calls, [taken])
+    store_undo_records([cache], records, [taken])
 
 
 def tensors_of(cache: LayerCache) -> list[Any]:
@@ -134,14 +134,14 @@ def test_without_cropping_a_chunk_is_admitted_in_place() -> None:
     cache = one_layer(backend(), 12)
     before = cache.slots
     run_chunk(cache, 3)
-    assert (cache.slots is before, cache.calls) == (True, ())
+    assert (cache.slots is before, cache.undo_records) == (True, ())
 
 
 def test_slots_of_another_capacity_are_not_used_again() -> None:
     cache = one_layer(backend(crop=CROP), 12)
     run_chunk(cache, 3)
-    (call,) = cache.calls
-    earlier = call.snapshot.slots  # type: ignore[union-attr]
+    (record,) = cache.undo_records
+    earlier = record.snapshot.slots  # type: ignore[union-attr]
     KVStore().make_room_for_pins(cache, pins_of([[0, 1, 2]], 3, on_top=True))
     assert cache.slots.capacity > earlier.capacity
     run_chunk(cache, 3)
@@ -152,7 +152,7 @@ def test_slots_of_another_capacity_are_not_used_again() -> None:
 def test_slots_with_the_tokens_before_a_chunk_are_not_used_for_it() -> None:
     cache = one_layer(backend(crop=CROP), 12)
     before, expected = cache.slots, tensors_of(cache)
-    cache.calls = (PastCall.on(cache, 2, SlotSnapshot(before)),)
+    cache.undo_records = (UndoRecord.on(cache, 2, SlotSnapshot(before)),)
     run_chunk(cache, 3)
     assert cache.slots is not before
     assert [tensor.tolist() for tensor in before.tensors()] == expected

@@ -28,7 +28,7 @@ MASK, OTHER = 2, 0
 
 def layer_cache(rows: int, policy: Policy) -> LayerCache:
     sizes = dict(budget=8, capacity=policy.capacity(8), batch=rows, heads=1, key_dim=2, value_dim=2)
-    layout = Layout(policy, **sizes, dtype=torch.float32, device=torch.device("cpu"), stores_raw_keys=False)
+    layout = Layout(policy, **sizes, dtype=torch.float32, device=torch.device("cpu"), stores_unrotated_keys=False)
     owner = kvpass.backend("window", budget=8)
     absent = torch.empty(rows, 0, dtype=torch.int64)
     clocks = ((0,),) * rows if policy.keeps_clock else ()
@@ -66,15 +66,15 @@ class Conversation:
         self.real = [row + more for row, more in zip(self.real, new, strict=True)]
         return (torch.zeros(1), torch.zeros(1), self.mask())
 
-    def record(self, arguments: tuple[Any, ...], queries: int) -> None:
+    def record(self, arguments: tuple[Any, ...], query_len: int) -> None:
         """Count the tokens of a call as the runtime does after it."""
-        before = self.length - queries
-        self.tracker.record_padding(self.caches, arguments, before, queries)
+        before = self.length - query_len
+        self.tracker.record_padding(self.caches, arguments, before, query_len)
         for cache in self.caches:
-            cache.length += queries
+            cache.length += query_len
         new = self.mask()[:, before:]
         self.caches[0].slots.seen += new.sum(-1)
-        self.caches[1].slots.seen += queries
+        self.caches[1].slots.seen += query_len
 
     def absent(self) -> list[list[int]]:
         return [[index for index, is_real in enumerate(row) if not is_real] for row in self.real]

@@ -96,7 +96,7 @@ def test_arguments_of_the_prompts_length_are_marked(count: int, other: int, plan
     ids = torch.ones(1, count, dtype=torch.int64)
     values = [ids, torch.ones(2, other, dtype=dtype), torch.ones(planes, 2, count, dtype=dtype), "text", None]
     made = model_arguments.with_dynamic_lengths(values, ids, None)
-    marked = [isinstance(each, Tensor) and dynamo.is_growing(each, each.ndim - 1) for each in made]
+    marked = [isinstance(each, Tensor) and dynamo.is_dynamic_dim(each, each.ndim - 1) for each in made]
     several, whole = count > 1, dtype != torch.float
     assert marked == [several, several and whole and other == count, several and whole, False, False]
     for before, after, is_marked in zip(values, made, marked, strict=True):

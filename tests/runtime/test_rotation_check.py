@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kvpass
-from kvpass.rewrite.rotary_slice import RotaryProbe
+from kvpass.rewrite.rotary_subgraph import RotaryProbe
 from kvpass.runtime import checks
 from tests.own_llama import Output, halves
 from tests.test_tokens_first import compiled, tokens

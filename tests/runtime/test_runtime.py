@@ -125,14 +125,14 @@ def test_a_prompt_that_cannot_be_adopted_is_refused(settings: dict[str, str]) ->
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("queries", [1, 7, 149])
-def test_full_without_budget_doubles_its_slots(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+@pytest.mark.parametrize("query_len", [1, 7, 149])
+def test_full_without_budget_doubles_its_slots(monkeypatch: pytest.MonkeyPatch, query_len: int) -> None:
     monkeypatch.setattr("kvpass.user_budget.SPARE", 30)
     model = build("Llama", layers=1)
     ids, mask = prompt(2, 300, ())
     with torch.no_grad():
         expected = model(ids).logits
-    pieces = [2, *[queries] * (298 // queries)]
+    pieces = [2, *[query_len] * (298 // query_len)]
     run = teacher_forced(model, ids, mask, pieces, inspect=False, policy="full", inner="eager")
     count = sum(pieces)
     assert torch.allclose(run.logits, expected[:, :count], atol=1e-4)

@@ -208,7 +208,7 @@ def test_comparisons_of_a_symbol_become_guards() -> None:
 
 
 def test_a_guard_on_one_size_holds_for_all_alike_sizes() -> None:
-    sizes = symbolic_shapes.SymbolicSizes([7, 12, 9], set(), alike=(0, 2))
+    sizes = symbolic_shapes.SymbolicSizes([7, 12, 9], set(), exchangeable=(0, 2))
     one, _, _ = (sizes.size(symbol) for symbol in sizes.symbols)
     assert one < 10
     assert [sizes.hold(numbers) for numbers in ([7, 30, 9], [7, 12, 11], [11, 12, 7])] == [True, False, False]

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import kvpass
 from kvpass.cache.model_cache import caches_in
-from kvpass.rewrite.step_graph import StepCall
+from kvpass.rewrite.step_graph import StepRewriteInput
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.checks import RotationCheck
 from kvpass.runtime.deferred_code import DeferredCode
@@ -70,7 +70,7 @@ def test_a_step_is_rewritten_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = kvpass.compile(build("Llama", layers=1), "h2o", budget=8, inner="eager")
     (ids, _), calls, rewrite = prompt(1, 12, ()), [], BackendBase.rewrite
 
-    def slowly(self: BackendBase, call: StepCall) -> Any:
+    def slowly(self: BackendBase, call: StepRewriteInput) -> Any:
         calls.append(call)
         time.sleep(0.1)
         return rewrite(self, call)

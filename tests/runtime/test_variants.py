@@ -172,7 +172,7 @@ def layer_cache(capacity: int, budget: int = 8, exact: bool = False) -> LayerCac
     backend = kvpass.backend("streaming", budget=budget)
     sizes = dict(budget=budget, capacity=capacity, batch=2, heads=1, key_dim=2, value_dim=2)
     device = torch.device("cpu")
-    layout = Layout(backend.policy, **sizes, dtype=torch.float32, device=device, stores_raw_keys=False)
+    layout = Layout(backend.policy, **sizes, dtype=torch.float32, device=device, stores_unrotated_keys=False)
     layout = dataclasses.replace(layout, exact_capacity=exact)
     return LayerCache(backend, 0, layout, empty_slots(layout), 12, 1)
 

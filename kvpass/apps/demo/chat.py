@@ -38,8 +38,8 @@ def talk(session: Session, answer: int, questions: tuple[str, ...] = QUESTIONS) 
     Args:
         session: of a model whose tokenizer has a chat template; its loop ends at `stop_tokens`.
     """
-    tokenizer, loop = session.subject.tokenizer, session.loop
-    stops = stop_tokens(session.subject.model, tokenizer)
+    tokenizer, loop = session.loaded.tokenizer, session.loop
+    stops = stop_tokens(session.loaded.model, tokenizer)
     loop.reset()
     ends, seen, ended = [tokenizer.decode([stop]) for stop in stops], 0, True
     for question in questions:

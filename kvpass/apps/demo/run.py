@@ -92,7 +92,7 @@ class Contender:
     """
 
     name: str
-    subject: LoadedModel
+    loaded: LoadedModel
     loop: Loop | KVPassError
     budget: int | None
     recorder: PositionRecorder
@@ -116,25 +116,25 @@ class Demo:
 
     def __init__(self, settings: DemoSettings) -> None:
         self.settings, self.sizes = settings, settings.sizes
-        self.subject, self.bundled = _subject(settings)
+        self.loaded, self.bundled = _load_model(settings)
         texts = corpus.texts_of([settings.text] if settings.text else [], self.bundled)
-        self.texts = dict(zip(texts, self.subject.encode(list(texts.values())), strict=True))
-        self.contenders = self._contenders(self.subject)
+        self.texts = dict(zip(texts, self.loaded.encode(list(texts.values())), strict=True))
+        self.contenders = self._contenders(self.loaded)
         self.bar: tqdm[Any] = tqdm(total=self._tokens(), unit="token", dynamic_ncols=True, leave=False, smoothing=0.02)
 
-    def _contenders(self, subject: LoadedModel) -> list[Contender]:
-        stop = stop_tokens(subject.model, subject.tokenizer)
-        middle = subject.model.config.num_hidden_layers // 2
+    def _contenders(self, loaded: LoadedModel) -> list[Contender]:
+        stop = stop_tokens(loaded.model, loaded.tokenizer)
+        middle = loaded.model.config.num_hidden_layers // 2
         contenders = []
         for text in dict.fromkeys(self.settings.policies):
             policy = policies.parse(text)
             budget = policy.fitting_budget(self.settings.budget) if policy.evicts else None
             loop_settings: dict[str, Any] = dict(kv_dtype=self.settings.kv_dtype, inner=self.settings.inner, stop=stop)
             loop_settings |= dict(budget=budget, prefill_chunk=self.sizes.chunk)
-            loop = unless_refused(functools.partial(DecodeLoop, subject.model, policy, **loop_settings))
-            contenders.append(Contender(text, subject, loop, budget, PositionRecorder(middle)))
-        uncompiled = UncompiledLoop(subject.model, self.sizes.chunk, stop)
-        return [*contenders, Contender(FULL, subject, uncompiled, None, PositionRecorder(middle))]
+            loop = unless_refused(functools.partial(DecodeLoop, loaded.model, policy, **loop_settings))
+            contenders.append(Contender(text, loaded, loop, budget, PositionRecorder(middle)))
+        uncompiled = UncompiledLoop(loaded.model, self.sizes.chunk, stop)
+        return [*contenders, Contender(FULL, loaded, uncompiled, None, PositionRecorder(middle))]
 
     def _tokens(self) -> int:
         """Return about how many tokens are fed in all parts."""
@@ -150,8 +150,8 @@ class Demo:
     def run(self) -> None:
         """Show the chosen parts, and write each as soon as it is complete."""
         results: dict[str, PartResult] = {}
-        dtype = str(next(self.subject.model.parameters()).dtype).removeprefix("torch.")
-        self.say(f"{self.subject.name}, {dtype}, budget {self.settings.budget} tokens")
+        dtype = str(next(self.loaded.model.parameters()).dtype).removeprefix("torch.")
+        self.say(f"{self.loaded.name}, {dtype}, budget {self.settings.budget} tokens")
         with self.bar:
             for name in (name for name in PARTS if name in self.settings.parts):
                 part: PartResult = getattr(self, name)()
@@ -180,8 +180,8 @@ class Demo:
     def chat(self) -> PartResult:
         """Hold the same conversation with every contender, and print the last answers."""
         caption = f"A chat of {len(QUESTIONS)} questions, answered greedily; the last {SHOWN} answers."
-        if not self.subject.tokenizer.chat_template:
-            self.head(f"No chat: {self.subject.name} has no chat template.")
+        if not self.loaded.tokenizer.chat_template:
+            self.head(f"No chat: {self.loaded.name} has no chat template.")
             return PartResult(caption, [])
         self.head(caption)
         rows: list[Row] = []
@@ -200,8 +200,8 @@ class Demo:
 
     def book(self) -> PartResult:
         """Read a book beyond the model's trained range."""
-        subject, sizes, tokens = self.subject, self.sizes, self._book_tokens()
-        trained = subject.trained_length
+        loaded, sizes, tokens = self.loaded, self.sizes, self._book_tokens()
+        trained = loaded.trained_length
         measure = StreamMeasure(tokens, parts=sizes.parts)
         lines: dict[str, list[tuple[float, float]]] = {}
 
@@ -219,7 +219,7 @@ class Demo:
             self.settings.text.name if self.settings.text else "Python's source" if self.bundled else "Python's manual"
         )
         caption = (
-            f"Perplexity along {tokens:,} tokens of {name}, fed in chunks of {sizes.chunk}; {subject.name}{range_}, "
+            f"Perplexity along {tokens:,} tokens of {name}, fed in chunks of {sizes.chunk}; {loaded.name}{range_}, "
             f"budget {self.settings.budget}."
         )
         rows = self._table("book", caption, measure, columns)
@@ -231,18 +231,18 @@ class Demo:
 
     def _book_tokens(self) -> int:
         """Return the tokens of the book, beyond the trained range unless positions come from a table."""
-        trained, available = self.subject.trained_length, sum(len(text) + 1 for text in self.texts.values())
+        trained, available = self.loaded.trained_length, sum(len(text) + 1 for text in self.texts.values())
         if trained is None:
             return min(self.sizes.book, available)
-        return min(trained if self.subject.has_position_table else trained + self.sizes.beyond, available)
+        return min(trained if self.loaded.has_position_table else trained + self.sizes.beyond, available)
 
     def retrieval(self) -> PartResult:
         """Ask for a planted number; ask the bundled model for pairs instead, on which it was trained."""
         sizes, budget = self.sizes, self.settings.budget
-        contenders, subject = self.contenders, self.subject
+        contenders, loaded = self.contenders, self.loaded
         if self.bundled:
-            subject = load_memory()
-            contenders = self._contenders(subject)
+            loaded = load_memory()
+            contenders = self._contenders(loaded)
             measure: Measure = RecallMeasure(trials=sizes.trials)
             measured, across = "Share of planted pairs that are recalled, by tokens since", "tokens since the pair"
         else:
@@ -255,7 +255,7 @@ class Demo:
 
         caption = (
             f"{measured}, {sizes.trials} prompts each, fed in chunks of {sizes.chunk}, so the policy evicts before it "
-            f"sees the question; {subject.name}, budget {budget}."
+            f"sees the question; {loaded.name}, budget {budget}."
         )
         rows = self._table("retrieval", caption, measure, columns, contenders)
         shares_by_policy = {
@@ -269,7 +269,7 @@ class Demo:
         measure = Speed(self.sizes.timed, new=self.sizes.steps, times=1)
         caption = (
             f"After a prompt of {self.sizes.timed:,} tokens: milliseconds a token, seconds to the first token, and the "
-            f"cache; {self.subject.name}, {torch.get_num_threads()} thread(s), without the time of compiling."
+            f"cache; {self.loaded.name}, {torch.get_num_threads()} thread(s), without the time of compiling."
         )
         names = {"ms a step": "ms per token", "time to first token, s": "first token, s", "cache, MiB": "cache, MiB"}
 
@@ -323,7 +323,7 @@ class Demo:
                 continue
             watch = contender.recorder if contender.name != FULL else lambda cache: None
             session = Session(
-                contender.subject, contender.loop, self.texts, "chunk", self.sizes.chunk, contender.budget,
+                contender.loaded, contender.loop, self.texts, "chunk", self.sizes.chunk, contender.budget,
                 self.bar.update, watch,
             )  # fmt: skip
             # What is timed runs as it is; the rest takes half as long so, on a CPU without products of 16 bits.
@@ -333,7 +333,7 @@ class Demo:
             yield contender, outcome
 
 
-def _subject(settings: DemoSettings) -> tuple[LoadedModel, bool]:
+def _load_model(settings: DemoSettings) -> tuple[LoadedModel, bool]:
     """Return the model, and whether it is the bundled one because the package of the checkpoint is missing."""
     if settings.model not in (None, checkpoint.NAME):
         return load(settings.model, "auto"), False

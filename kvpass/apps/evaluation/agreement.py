@@ -60,7 +60,7 @@ class AgreementMeasure:
     def rows(self, session: Session) -> Iterator[Row]:
         """Yield a row for tokens before the first eviction, for each bin of distances, and for all bins."""
         texts = list(session.texts.values())
-        documents = corpus.documents(texts, self.documents, self.tokens, session.subject.bos)
+        documents = corpus.documents(texts, self.documents, self.tokens, session.loaded.bos)
         context = self.tokens // 2 if session.feed == "whole" else 1
         scores = [
             session.agree([text[:context] for text in group], [text[context:] for text in group])

@@ -44,7 +44,7 @@ class CacheLayer:
             value_dim=self.value_dim,
             dtype=self.dtype,
             device=torch.device("meta"),
-            stores_raw_keys=policy.positions == "cache",
+            stores_unrotated_keys=policy.positions == "cache",
             kv_dtype=kv_dtype,
         )
         return empty_slots(layout.with_head_classes()).nbytes

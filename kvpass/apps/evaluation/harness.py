@@ -155,7 +155,7 @@ class BoundedLM(HFLM):  # type: ignore[misc]
     def _score(self, requests: list[Request]) -> list[tuple[float, bool]]:
         cut = [self._cut_to_positions(context, continuation) for _, context, continuation in requests]
         batch = ScoringBatch.of([context for context, _ in cut], [continuation for _, continuation in cut], self.device)
-        answers = score(self.loop().caller, batch, self._chunk, cast(Feed, self._scoring)).rows()
+        answers = score(self.loop().model_call, batch, self._chunk, cast(Feed, self._scoring)).rows()
         for (name, _, _), answer in zip(requests, answers, strict=True):
             if name is not None:  # windows of a text have none
                 self.cache_hook.add_partial("loglikelihood", name, answer)

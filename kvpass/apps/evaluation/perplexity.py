@@ -42,7 +42,7 @@ class Perplexity:
         losses: list[float] = []
         files = ((name, text[: self.tokens - 1]) for name, text in session.texts.items() if len(text) > 2)
         while group := list(islice(files, self.batch)):
-            texts = [[session.subject.bos, *text] for _, text in group]
+            texts = [[session.loaded.bos, *text] for _, text in group]
             cuts = [len(text) // 2 if session.feed == "whole" else 1 for text in texts]
             pairs = list(zip(texts, cuts, strict=True))
             scores = session.score([text[:cut] for text, cut in pairs], [text[cut:] for text, cut in pairs])
@@ -95,7 +95,7 @@ class StreamMeasure:
         """Yield a row for each part: the tokens up to its end, and its perplexity."""
         if session.feed == "whole":
             raise PolicyError("prefill='whole': a stream is not one prompt; use --prefill chunk or token")
-        first = session.subject.bos
+        first = session.loaded.bos
         ids = corpus.concatenate_texts(list(session.texts.values()), self.tokens, first)[1:]
         step = (self.restart or self.tokens) - 1
         losses: list[float] = []

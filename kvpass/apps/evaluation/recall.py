@@ -142,7 +142,7 @@ class RecallMeasure:
         planted = dataclasses.replace(planted, text=planted.text.to(device), pairs=planted.pairs.to(device))
         cache = session.read(planted.text)
         for number, distance in enumerate(planted.distances):
-            right = right_words(session.caller, planted, number, copy.deepcopy(cache)).float()
+            right = right_words(session.model_call, planted, number, copy.deepcopy(cache)).float()
             shares = {"pairs": right.prod(1).mean().item(), "tokens": right.mean().item()}
             yield {"distance": distance, **shares, "trials": self.trials}
 
@@ -158,8 +158,8 @@ class RecallMeasure:
         )
         length = 1 + pair_tokens + max(self.distances) + VALUE + 1
         tokens = torch.tensor(session.filler(0, max(sum(map(len, session.texts.values())), length)))
-        vocabulary = PairVocabulary.of(session.subject.tokenizer)
-        return plant_pairs(tokens, session.subject.bos, vocabulary, length, self.distances, self.trials, self.seed)
+        vocabulary = PairVocabulary.of(session.loaded.tokenizer)
+        return plant_pairs(tokens, session.loaded.bos, vocabulary, length, self.distances, self.trials, self.seed)
 
     def columns(self, rows: Sequence[Row]) -> Row:
         return {f"{row['distance']:,}": row["pairs"] for row in rows}
@@ -200,19 +200,19 @@ def plant_pairs(
     return plant(documents, vocabulary, fitting, VALUE, seed, times)
 
 
-def right_words(caller: ModelCall, planted: PlantedPairs, number: int, cache: Any) -> Tensor:
+def right_words(model_call: ModelCall, planted: PlantedPairs, number: int, cache: Any) -> Tensor:
     """Return which words of a value are the likeliest after its key and the right words before, bool [B, V]."""
     answer = planted.answer(number)
-    predicted = likeliest(caller, torch.cat([planted.question(number), answer[:, :-1]], 1), cache)
+    predicted = likeliest(model_call, torch.cat([planted.question(number), answer[:, :-1]], 1), cache)
     return predicted[:, 1:] == answer
 
 
 @torch.no_grad()
-def likeliest(caller: ModelCall, tokens: Tensor, cache: Any) -> Tensor:
+def likeliest(model_call: ModelCall, tokens: Tensor, cache: Any) -> Tensor:
     """Return the likeliest token after each of tokens int64 [B, n], which are fed one by one."""
     predicted = []
     for column in torch.split(tokens, 1, 1):
-        out = model_access.call_model(caller.call, column, cache)
+        out = model_access.call_model(model_call.call, column, cache)
         cache = model_access.cache_of_output(out)
         predicted.append(out.logits[:, -1].argmax(-1))
     return torch.stack(predicted, 1)

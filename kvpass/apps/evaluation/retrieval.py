@@ -108,7 +108,7 @@ class RetrievalMeasure(abc.ABC):
         needed = len(statement) + len(question) + 1
         require(count >= 0, "length", length, f"must have room for the {needed} tokens of statement and question")
         surrounding, position = self.around(session, count, draw), round(depth * count)
-        ids = [session.subject.bos, *surrounding[:position], *statement, *surrounding[position:], *question]
+        ids = [session.loaded.bos, *surrounding[:position], *statement, *surrounding[position:], *question]
         spans = [[position + 1 + index for index in span] for span in mentions(statement, session.encode(secret))]
         return ids, spans
 

@@ -75,7 +75,7 @@ def variables(session: Session, draw: random.Random) -> Task:
 
 def common_words(session: Session, draw: random.Random) -> Task:
     """List words of which every second one is one of a few."""
-    text = session.subject.tokenizer.decode(session.filler(draw.randrange(2**20), POOL))
+    text = session.loaded.tokenizer.decode(session.filler(draw.randrange(2**20), POOL))
     pool = sorted(set(WORD.findall(text)))
     require(len(pool) > 10 * COMMON, "texts", len(pool), "must have more different words")
     draw.shuffle(pool)
@@ -186,7 +186,7 @@ class RulerMeasure:
         """Return context, question and answers; equal arguments give equal problems."""
         problem = TASKS[task](session, random.Random(f"ruler {self.seed} {task} {length} {trial}"))
         question = session.encode(problem.question)
-        return [session.subject.bos, *problem.context(length - 1 - len(question))], question, problem.answers
+        return [session.loaded.bos, *problem.context(length - 1 - len(question))], question, problem.answers
 
     def _score(self, session: Session, context: list[int], question: list[int], answers: tuple[str, ...]) -> float:
         turns = [context, question] if self.agnostic else [[*context, *question]]

@@ -90,9 +90,9 @@ def main(parsed: argparse.Namespace) -> None:
     keys = [case.key(settings, digest) for case in all_cases]
     todo = [(case, key) for case, key in zip(all_cases, keys, strict=True) if results.of(key) is None]
     if todo:
-        subject = load(settings.model, settings.dtype, settings.device)
-        encoded = dict(zip(texts, subject.encode(list(texts.values())), strict=True))
-        runner = _Runner(settings, subject, encoded)
+        loaded = load(settings.model, settings.dtype, settings.device)
+        encoded = dict(zip(texts, loaded.encode(list(texts.values())), strict=True))
+        runner = _Runner(settings, loaded, encoded)
         for result in runner.results([case for case, _ in todo], digest):
             results.add(result)
     reported = [result for key in keys for result in results.entries if result.key == key]
@@ -104,13 +104,13 @@ def main(parsed: argparse.Namespace) -> None:
 class _Runner:
     """Measures cases of one model on texts, given as token ids by name."""
 
-    def __init__(self, settings: EvaluationSettings, subject: LoadedModel, texts: dict[str, list[int]]) -> None:
-        self.settings, self.subject, self.texts = settings, subject, texts
-        self.predictions = FullPredictions(ModelCall.of(subject.model))
+    def __init__(self, settings: EvaluationSettings, loaded: LoadedModel, texts: dict[str, list[int]]) -> None:
+        self.settings, self.loaded, self.texts = settings, loaded, texts
+        self.predictions = FullPredictions(ModelCall.of(loaded.model))
 
     @cached_property
     def _full_cache(self) -> FullCache:
-        return FullCache.of(self.subject.model)
+        return FullCache.of(self.loaded.model)
 
     def results(self, cases: Sequence[Case], digest: str) -> Iterator[Result]:
         """Yield the result of each case, with one progress bar for cases and one for tokens."""
@@ -135,7 +135,7 @@ class _Runner:
         if isinstance(slots, KVPassError):
             raise slots
         return DecodeLoop(
-            self.subject.model,
+            self.loaded.model,
             policy,
             budget=slots,
             kv_dtype=self.settings.kv_dtype,
@@ -155,6 +155,6 @@ class _Runner:
     def _rows(self, case: Case, loop: DecodeLoop, tick: Tick) -> list[Row]:
         settings, slots = self.settings, None if case.budget is None else loop.backend.budget
         session = Session(
-            self.subject, loop, self.texts, settings.prefill, settings.chunked, slots, tick, full=self.predictions
+            self.loaded, loop, self.texts, settings.prefill, settings.chunked, slots, tick, full=self.predictions
         )
         return list(case.measure.rows(session))

@@ -101,7 +101,7 @@ class Piece(NamedTuple):
 
 @torch.no_grad()
 def score(
-    caller: ModelCall,
+    model_call: ModelCall,
     batch: ScoringBatch,
     chunk: int | None,
     feed: Feed = "token",
@@ -123,7 +123,7 @@ def score(
         PolicyError: feed="chunk" without a chunk, or padding for a model that takes no attention mask.
     """
     scores = []
-    for position, logits, cache in pieces(caller, batch, chunk, feed):
+    for position, logits, cache in pieces(model_call, batch, chunk, feed):
         targets = batch.ids[:, position + 1 : position + 1 + logits.shape[1]]
         scores.append((losses_of(log_probs_of(logits), targets), likeliest(logits) == targets))
         tick(logits.shape[1])
@@ -138,8 +138,8 @@ class FullPredictions:
     LIMIT: ClassVar[int] = 2**30
     """Bytes that are stored at most."""
 
-    def __init__(self, caller: ModelCall) -> None:
-        self._caller = caller  # of the model without kvpass
+    def __init__(self, model_call: ModelCall) -> None:
+        self._caller = model_call  # of the model without kvpass
         self._stored: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def of(self, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Tensor]:
@@ -164,7 +164,7 @@ class FullPredictions:
 
 @torch.no_grad()
 def agreement(
-    caller: ModelCall,
+    model_call: ModelCall,
     full: FullPredictions,
     batch: ScoringBatch,
     chunk: int | None,
@@ -172,9 +172,9 @@ def agreement(
     tick: Callable[[int], object],
 ) -> AgreementScores:
     """Compare predictions with those of the same model with a full cache, on the same tokens; see `score`."""
-    scores = []
+    scores: list[tuple[Tensor, ...]] = []
     for (position, logits, _), expected in zip(
-        pieces(caller, batch, chunk, feed), full.of(batch, chunk, feed), strict=True
+        pieces(model_call, batch, chunk, feed), full.of(batch, chunk, feed), strict=True
     ):
         targets = batch.ids[:, position + 1 : position + 1 + logits.shape[1]]
         scores += map(_compare, *(torch.split(x, SLICE, 1) for x in (logits, expected, targets)))
@@ -184,30 +184,34 @@ def agreement(
     return AgreementScores(divergences, same | ~batch.scored, loss, full_loss)
 
 
-def pieces(caller: ModelCall, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
+def pieces(model_call: ModelCall, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
     """Feed a batch from an empty cache and yield every output that predicts a token; arguments as in `score`."""
     require(feed in FEEDS, "feed", feed, f"must be one of {', '.join(FEEDS)}")
     require(feed != "chunk" or chunk is not None, "chunk", chunk, "must be a number of tokens for feed='chunk'")
-    caller.check_padding(batch.mask)
-    return _score_in_steps(caller, batch, chunk) if feed == "token" else _score_together(caller, batch, chunk, feed)
+    model_call.check_padding(batch.mask)
+    return (
+        _score_in_steps(model_call, batch, chunk)
+        if feed == "token"
+        else _score_together(model_call, batch, chunk, feed)
+    )
 
 
-def _score_in_steps(caller: ModelCall, batch: ScoringBatch, chunk: int | None) -> Iterator[Piece]:
+def _score_in_steps(model_call: ModelCall, batch: ScoringBatch, chunk: int | None) -> Iterator[Piece]:
     """Yield the output for the last token of the contexts, then for each token of the continuations."""
     ids, mask, context = batch.ids, batch.mask, batch.context
-    last = last_of(run_chunks(caller, ids[:, :context], mask[:, :context], None, chunk))
+    last = last_of(run_chunks(model_call, ids[:, :context], mask[:, :context], None, chunk))
     cache = model_access.cache_of_output(last)
     yield Piece(context - 1, last.logits[:, -1:], cache)
     if ids.shape[1] > context + 1:
-        steps = run_chunks(caller, ids[:, context:-1], mask[:, :-1], cache, 1)
+        steps = run_chunks(model_call, ids[:, context:-1], mask[:, :-1], cache, 1)
         for position, out in enumerate(steps, context):
             yield Piece(position, out.logits[:, -1:], model_access.cache_of_output(out))
 
 
-def _score_together(caller: ModelCall, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
+def _score_together(model_call: ModelCall, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
     """Yield the outputs for contexts and continuations; the last token predicts nothing and is not fed."""
     size, position = chunk if feed == "chunk" else None, 0
-    for out in run_chunks(caller, batch.ids[:, :-1], batch.mask[:, :-1], None, size, logits_to_keep=0):
+    for out in run_chunks(model_call, batch.ids[:, :-1], batch.mask[:, :-1], None, size, logits_to_keep=0):
         yield Piece(position, out.logits, model_access.cache_of_output(out))
         position += out.logits.shape[1]
 

@@ -38,7 +38,7 @@ class Session:
         full: predictions of the model with a full cache that sessions share; None if this session has its own.
     """
 
-    subject: LoadedModel
+    loaded: LoadedModel
     loop: Loop
     texts: dict[str, list[int]]
     feed: Feed
@@ -49,8 +49,8 @@ class Session:
     full: FullPredictions | None = None
 
     @property
-    def caller(self) -> ModelCall:
-        return self.loop.caller
+    def model_call(self) -> ModelCall:
+        return self.loop.model_call
 
     def slots(self, tokens: int) -> int | None:
         """Return how many of a prompt's tokens are kept; None if nothing is evicted."""
@@ -61,13 +61,13 @@ class Session:
     def score(self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> Scored:
         """Score continuations, fed as `feed` says; after a whole prompt they are fed token by token."""
         batch = ScoringBatch.of(contexts, continuations, self.loop.device)
-        return scoring.score(self.caller, batch, self.chunk, self._feed, self.tick, self.watch)
+        return scoring.score(self.model_call, batch, self.chunk, self._feed, self.tick, self.watch)
 
     def agree(self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> AgreementScores:
         """Compare predictions of continuations with those of the model with a full cache, fed in the same way."""
         batch = ScoringBatch.of(contexts, continuations, self.loop.device)
-        full = self.full or FullPredictions(ModelCall.of(self.subject.model))
-        return scoring.agreement(self.caller, full, batch, self.chunk, self._feed, self.tick)
+        full = self.full or FullPredictions(ModelCall.of(self.loaded.model))
+        return scoring.agreement(self.model_call, full, batch, self.chunk, self._feed, self.tick)
 
     @property
     def _feed(self) -> Feed:
@@ -84,7 +84,7 @@ class Session:
         """Return the text of up to `count` more tokens of each row, greedily; special tokens are left out."""
         result = self.loop.generate(count)
         self.tick(count)
-        return [self.subject.tokenizer.decode(row, skip_special_tokens=True) for row in result]
+        return [self.loaded.tokenizer.decode(row, skip_special_tokens=True) for row in result]
 
     def share_of_heads(self, row: int, *spans: Sequence[int]) -> float:
         """Return the largest share of KV heads that hold one of the spans of a row completely; padding counts too."""
@@ -101,20 +101,20 @@ class Session:
             self.loop.prompt(torch.tensor([list(turn)], device=self.loop.device))
         (result,) = self.loop.generate(count)
         self.tick(sum(map(len, turns)) + count)
-        return str(self.subject.tokenizer.decode(result, skip_special_tokens=True))
+        return str(self.loaded.tokenizer.decode(result, skip_special_tokens=True))
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Any:
         """Return the cache after tokens int64 [B, T]."""
         cache = model_access.cache_of_output(
-            last_of(run_chunks(self.caller, ids, torch.ones_like(ids), None, self.chunk))
+            last_of(run_chunks(self.model_call, ids, torch.ones_like(ids), None, self.chunk))
         )
         self.tick(ids.shape[1])
         return cache
 
     def encode(self, text: str) -> list[int]:
         """Return token ids without the tokenizer's own first and last ones."""
-        return self.subject.encode([text])[0]
+        return self.loaded.encode([text])[0]
 
     def filler(self, start: int, count: int) -> list[int]:
         """Return `count` tokens of the texts from a position on; the texts are joined to a ring."""
@@ -144,7 +144,7 @@ class UncompiledLoop:
     """
 
     def __init__(self, model: Any, chunk: int | None, stop: Sequence[int] = ()) -> None:
-        self.caller, self.chunk = ModelCall.of(model), chunk
+        self.model_call, self.chunk = ModelCall.of(model), chunk
         self.device = model_access.device_of(model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64)
         self.state: PlainState | None = None
@@ -166,7 +166,7 @@ class UncompiledLoop:
             ids, mask = torch.cat([state.token, ids], 1), torch.cat([torch.ones_like(state.token), mask], 1)
         if state is not None:
             mask = torch.cat([state.mask, mask], 1)
-        out = last_of(run_chunks(self.caller, ids, mask, self.cache, self.chunk))
+        out = last_of(run_chunks(self.model_call, ids, mask, self.cache, self.chunk))
         self.state = PlainState(model_access.cache_of_output(out), mask, out.logits[:, -1:].argmax(-1))
 
     def generate(self, tokens: int) -> Tensor:

@@ -80,19 +80,19 @@ def config_of(parsed: argparse.Namespace, service: Service) -> uvicorn.Config:
 def service_of(parsed: argparse.Namespace) -> Service:
     """Return the service that a command line describes."""
     policy = policies.parse(parsed.policy)
-    subject = models.load(parsed.model, parsed.dtype, parsed.device)
-    loop = _loop_of(parsed, policy, subject.model)
+    loaded = models.load(parsed.model, parsed.dtype, parsed.device)
+    loop = _loop_of(parsed, policy, loaded.model)
     serve_settings = ServeSettings(
         api_keys=tuple(filter(None, [*parsed.api_key, os.environ.get(KEY)])),
         waiting=parsed.queue,
         max_tokens=parsed.max_tokens,
         # None where the policy numbers the cached tokens anew, so that a text may be longer than the trained range.
-        context=parsed.context or (None if loop.backend.prefers_cache_positions else subject.trained_length),
+        context=parsed.context or (None if loop.backend.prefers_cache_positions else loaded.trained_length),
         drain=parsed.drain,
         conversations=Limits(parsed.kept_rows or 2 * parsed.rows, parsed.kept_bytes, parsed.conversations),
         folder=parsed.folder,
     )
-    service = Service(subject, parsed.name or Path(subject.name).name, loop, parsed.rows, serve_settings)
+    service = Service(loaded, parsed.name or Path(loaded.name).name, loop, parsed.rows, serve_settings)
     if parsed.artifact is not None and not isinstance(loop, artifacts.LoadedLoop):
         service.engine.prepare = functools.partial(artifacts.export_loop, loop, parsed.artifact)
     return service

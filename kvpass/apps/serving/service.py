@@ -60,9 +60,9 @@ class Service:
         warms: whether the engine compiles before the first request comes.
     """
 
-    def __init__(self, subject: LoadedModel, name: str, loop: DecodeLoop, rows: int, settings: ServeSettings) -> None:
+    def __init__(self, loaded: LoadedModel, name: str, loop: DecodeLoop, rows: int, settings: ServeSettings) -> None:
         """Make the engine for a loop with so many rows; KVPassError if the conversations cannot be read."""
-        self.subject, self.name, self.settings = subject, name, settings
+        self.loaded, self.name, self.settings = loaded, name, settings
         self.metrics = Metrics()
         self.engine = Engine(loop, rows, settings.waiting, self.metrics)
         self._temporary = tempfile.TemporaryDirectory(prefix="kvpass-") if settings.folder is None else None
@@ -70,7 +70,7 @@ class Service:
         self.store = ConversationStore(loop, folder, settings.conversations)
         store = self.store
         self.metrics.watch_conversations(lambda: len(store), lambda: store.in_memory, lambda: store.nbytes)
-        self.ends = stop_tokens(subject.model, subject.tokenizer)
+        self.ends = stop_tokens(loaded.model, loaded.tokenizer)
         self.draining: Callable[[], bool] = lambda: False
         self.warms = True
         self._created = int(time.time())
@@ -142,7 +142,7 @@ class Service:
         """Return the token ids of the prompts of a request, after those that its conversation has not seen."""
         before = [] if conversation is None else conversation.tail
         if isinstance(fields, ChatFields):
-            return [[*before, *self.subject.encode([self._render(fields, conversation)])[0]]]
+            return [[*before, *self.loaded.encode([self._render(fields, conversation)])[0]]]
         assert isinstance(fields, CompletionFields)
         return [
             [*before, *(self._encode(prompt, not before) if isinstance(prompt, str) else prompt)]
@@ -151,12 +151,12 @@ class Service:
 
     def _encode(self, text: str, first: bool) -> list[int]:
         """Return the token ids of a text; at the beginning of a conversation with those that introduce it."""
-        ids: list[int] = self.subject.tokenizer(text, add_special_tokens=first, verbose=False)["input_ids"]
+        ids: list[int] = self.loaded.tokenizer(text, add_special_tokens=first, verbose=False)["input_ids"]
         return ids
 
     def _render(self, fields: ChatFields, conversation: KeptConversation | None) -> str:
         """Return the text of a chat's messages, or raise ApiError if a chat template is missing or refuses them."""
-        tokenizer, messages = self.subject.tokenizer, [dict(message) for message in fields.messages]
+        tokenizer, messages = self.loaded.tokenizer, [dict(message) for message in fields.messages]
         if not getattr(tokenizer, "chat_template", None):
             raise ApiError(f"{self.name} has no chat template: use /v1/completions", param="messages")
         try:
@@ -176,7 +176,7 @@ class Service:
             for _ in range(fields.choices):
                 options = self._options(fields, prompt, 0 if conversation is None else conversation.seen)
                 options["seed"] = (first + len(jobs)) % 2**62
-                text = TextStream(self.subject.tokenizer, fields.stops)
+                text = TextStream(self.loaded.tokenizer, fields.stops)
                 job = Job(f"{name}-{len(jobs)}", prompt, options, outputs, text, len(jobs))
                 if conversation is not None:
                     job.options |= dict(keep=True, prefix=conversation.cache)

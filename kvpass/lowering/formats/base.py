@@ -63,7 +63,7 @@ class Sections:
 
 BLOCK = 4096  # vectors encoded at a time; intermediate results are several times their size
 
-Parts = tuple[Tensor, ...]
+StoredTensors = tuple[Tensor, ...]
 """The tensors that hold vectors [B, H, N, D]: each [B, H, N, ...], the numbers or their codes first."""
 
 SlotIndices = tuple[Tensor, Tensor, Tensor]
@@ -90,22 +90,22 @@ class Format(abc.ABC):
         """Return the last dimension and the dtype of each tensor."""
 
     @abc.abstractmethod
-    def encode(self, vectors: Tensor) -> Parts:
+    def encode(self, vectors: Tensor) -> StoredTensors:
         """Encode vectors [..., D] as the tensors that store them."""
 
     @abc.abstractmethod
-    def decode(self, parts: Parts) -> Tensor:
+    def decode(self, parts: StoredTensors) -> Tensor:
         """Decode stored vectors [..., D] to the model's dtype or that of `fx.precision.accumulate_dtype`."""
 
-    def sections(self, parts: Parts) -> Sequence[Tensor]:
+    def sections(self, parts: StoredTensors) -> Sequence[Tensor]:
         """Decode stored vectors in consecutive sections of D that can be read without moving numbers."""
         return [self.decode(parts)]
 
-    def to_number_order(self, parts: Parts) -> Parts:
+    def to_number_order(self, parts: StoredTensors) -> StoredTensors:
         """Reorder the tensors from the device's layout to the order of the numbers."""
         return parts
 
-    def to_device_layout(self, parts: Parts) -> Parts:
+    def to_device_layout(self, parts: StoredTensors) -> StoredTensors:
         """Reorder the tensors from the order of the numbers to the layout of their device."""
         return parts
 
@@ -114,11 +114,11 @@ class Format(abc.ABC):
         return query
 
     @abc.abstractmethod
-    def products(self, query: Tensor, parts: Parts) -> Tensor:
+    def products(self, query: Tensor, parts: StoredTensors) -> Tensor:
         """Multiply queries [B, H, R, D] with stored keys: [B, H, R, N]."""
 
     @abc.abstractmethod
-    def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+    def weighted_sum(self, probs: Tensor, parts: StoredTensors, dtype: torch.dtype) -> Tensor:
         """Sum values by probabilities [B, H, R, N] of `fx.precision.accumulate_dtype` to [B, H, R, D] of `dtype`."""
 
 
@@ -127,7 +127,7 @@ class EncodedVectors:
     """Vectors [B, H, N, D] in a format."""
 
     format: Format
-    parts: Parts
+    parts: StoredTensors
 
     @staticmethod
     def empty(format: Format, shape: tuple[int, int, int], device: torch.device) -> EncodedVectors:
@@ -231,14 +231,14 @@ class Plain(Format):
     def part_shapes(self) -> list[tuple[int, torch.dtype]]:
         return [(self.dim, self.dtype)]
 
-    def encode(self, vectors: Tensor) -> Parts:
+    def encode(self, vectors: Tensor) -> StoredTensors:
         return (vectors.to(self.dtype),)
 
-    def decode(self, parts: Parts) -> Tensor:
+    def decode(self, parts: StoredTensors) -> Tensor:
         return parts[0]
 
-    def products(self, query: Tensor, parts: Parts) -> Tensor:
+    def products(self, query: Tensor, parts: StoredTensors) -> Tensor:
         return torch.matmul(query, parts[0].transpose(-1, -2))
 
-    def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+    def weighted_sum(self, probs: Tensor, parts: StoredTensors, dtype: torch.dtype) -> Tensor:
         return torch.matmul(probs.to(parts[0].dtype), parts[0])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvpass.fx.precision import upcast
-from kvpass.lowering.formats.base import Parts
+from kvpass.lowering.formats.base import StoredTensors
 from kvpass.torch_private.inductor import materialize
 
 LANES = 8  # numbers of an AVX2 vector
@@ -73,12 +73,12 @@ class WordGroup:
         return [(code if self.zero is None else code + self.zero) * self.scale for code in codes]
 
 
-def to_planes(parts: Parts) -> Parts:
+def to_planes(parts: StoredTensors) -> StoredTensors:
     """Reorder codes [..., n] so that the first bytes of all words hold the first quarter, and so on."""
     return torch.unflatten(parts[0], -1, (WORD, -1)).transpose(-1, -2).flatten(-2), *parts[1:]
 
 
-def from_planes(parts: Parts) -> Parts:
+def from_planes(parts: StoredTensors) -> StoredTensors:
     """Reorder codes in planes to the order of the numbers."""
     return torch.unflatten(parts[0], -1, (-1, WORD)).transpose(-1, -2).flatten(-2), *parts[1:]
 

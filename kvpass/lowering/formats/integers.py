@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpass.arguments import require
 from kvpass.fx.precision import accumulate_dtype, upcast
 from kvpass.lowering.formats import code_products
-from kvpass.lowering.formats.base import Format, Parts
+from kvpass.lowering.formats.base import Format, StoredTensors
 from kvpass.lowering.formats.code_products import from_planes, to_planes
 
 
@@ -39,27 +39,27 @@ class IntegerFormat(Format):
     def _in_planes(self, codes: Tensor) -> bool:
         """Return whether codes are stored in planes."""
 
-    def to_number_order(self, parts: Parts) -> Parts:
+    def to_number_order(self, parts: StoredTensors) -> StoredTensors:
         return from_planes(parts) if self._in_planes(parts[0]) else parts
 
-    def to_device_layout(self, parts: Parts) -> Parts:
+    def to_device_layout(self, parts: StoredTensors) -> StoredTensors:
         return to_planes(parts) if self._in_planes(parts[0]) else parts
 
-    def products(self, query: Tensor, parts: Parts) -> Tensor:
+    def products(self, query: Tensor, parts: StoredTensors) -> Tensor:
         if query.shape[2] > code_products.MOST_ROWS_IN_LOOP:
             return torch.matmul(upcast(query), self.decode(parts).transpose(-1, -2))
         return self._products(query, parts)
 
-    def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+    def weighted_sum(self, probs: Tensor, parts: StoredTensors, dtype: torch.dtype) -> Tensor:
         many = probs.shape[2] > code_products.MOST_ROWS_IN_LOOP
         return (torch.matmul(probs, self.decode(parts)) if many else self._weighted_sum(probs, parts)).to(dtype)
 
     @abc.abstractmethod
-    def _products(self, query: Tensor, parts: Parts) -> Tensor:
+    def _products(self, query: Tensor, parts: StoredTensors) -> Tensor:
         """Multiply few queries [B, H, R, D] with the codes of keys: [B, H, R, N]."""
 
     @abc.abstractmethod
-    def _weighted_sum(self, probs: Tensor, parts: Parts) -> Tensor:
+    def _weighted_sum(self, probs: Tensor, parts: StoredTensors) -> Tensor:
         """Sum the codes of values by the probabilities [B, H, R, N] of few queries: [B, H, R, D]."""
 
 
@@ -83,38 +83,38 @@ class Int8(IntegerFormat):
     def part_shapes(self) -> list[tuple[int, torch.dtype]]:
         return [(self.dim, torch.int8), (1, code_products.SCALE)]
 
-    def encode(self, vectors: Tensor) -> Parts:
+    def encode(self, vectors: Tensor) -> StoredTensors:
         exact = upcast(vectors)
         scale = code_products.round_scale(exact.abs().amax(-1, keepdim=True).float() / HIGHEST_CODE)
         codes = code_products.round_to_codes(exact, scale.to(exact.dtype)).clamp(-HIGHEST_CODE, HIGHEST_CODE)
         return self.to_device_layout((codes.to(torch.int8), scale.to(code_products.SCALE)))
 
-    def decode(self, parts: Parts) -> Tensor:
+    def decode(self, parts: StoredTensors) -> Tensor:
         codes, scale = self._codes_and_scale(self.to_number_order(parts))
         return codes * scale
 
-    def sections(self, parts: Parts) -> list[Tensor]:
+    def sections(self, parts: StoredTensors) -> list[Tensor]:
         return self._words(parts).decode() if self._in_planes(parts[0]) else [self.decode(parts)]
 
     def _in_planes(self, codes: Tensor) -> bool:
         return self.rotated and code_products.fills_vectors(codes, self.dim)
 
-    def _codes_and_scale(self, parts: Parts) -> tuple[Tensor, Tensor]:
+    def _codes_and_scale(self, parts: StoredTensors) -> tuple[Tensor, Tensor]:
         return parts[0].to(self._upcast), parts[1].to(self._upcast)
 
-    def _products(self, query: Tensor, parts: Parts) -> Tensor:
+    def _products(self, query: Tensor, parts: StoredTensors) -> Tensor:
         if code_products.fills_vectors(parts[0], self.dim):
             return code_products.products(query, [self._words(parts)])
         codes, scale = self._codes_and_scale(parts)
         return code_products.multiply_queries(query, [codes]) * scale[:, :, None, :, 0]
 
-    def _weighted_sum(self, probs: Tensor, parts: Parts) -> Tensor:
+    def _weighted_sum(self, probs: Tensor, parts: StoredTensors) -> Tensor:
         if code_products.fills_vectors(parts[0], self.dim):
             return code_products.weighted_sum(probs, [self._words(parts)])
         codes, scale = self._codes_and_scale(parts)
         return code_products.sum_values([probs * scale[:, :, None, :, 0]], [codes])
 
-    def _words(self, parts: Parts) -> code_products.WordGroup:
+    def _words(self, parts: StoredTensors) -> code_products.WordGroup:
         """Return the whole vectors as one word group."""
         codes = code_products.signed_parts(parts[0].view(torch.int32), self._upcast)
         return code_products.WordGroup(codes, parts[1].to(self._upcast), in_planes=self._in_planes(parts[0]))
@@ -166,7 +166,7 @@ class Int4(IntegerFormat):
     def part_shapes(self) -> list[tuple[int, torch.dtype]]:
         return [(self.half, torch.uint8), (self.groups, code_products.SCALE), (self.groups, torch.int8)]
 
-    def encode(self, vectors: Tensor) -> Parts:
+    def encode(self, vectors: Tensor) -> StoredTensors:
         exact = torch.unflatten(upcast(vectors), -1, (self.groups, -1))  # [..., g, D / g]
         lowest, highest = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)
         size = torch.maximum((highest - lowest) / HIGHEST_NIBBLE, torch.maximum(highest, -lowest) / HIGHEST_ZERO)
@@ -177,7 +177,7 @@ class Int4(IntegerFormat):
         pairs = (low + 16 * high).to(torch.uint8)
         return self.to_device_layout((pairs, scale[..., 0].to(code_products.SCALE), zero[..., 0].to(torch.int8)))
 
-    def decode(self, parts: Parts) -> Tensor:
+    def decode(self, parts: StoredTensors) -> Tensor:
         both = self.to_number_order(parts)[0].to(self._upcast)[..., None, :]  # [..., 1, D / 2]
         high = torch.floor(both * (1 / 16))
         low = (torch.arange(2, device=both.device)[:, None] == 0).to(both.dtype)  # 1 for the first half, else 0
@@ -186,7 +186,7 @@ class Int4(IntegerFormat):
         scale, zero = (part.to(self._upcast)[..., None] for part in parts[1:])
         return ((codes + zero) * scale).flatten(-2)
 
-    def sections(self, parts: Parts) -> list[Tensor]:
+    def sections(self, parts: StoredTensors) -> list[Tensor]:
         if not self._in_planes(parts[0]):
             return [self.decode(parts)]
         return [section for group in self._words(parts) for section in group.decode()]
@@ -200,13 +200,13 @@ class Int4(IntegerFormat):
             and code_products.fills_vectors(codes, self.half)
         )
 
-    def _halves(self, parts: Parts) -> list[Tensor]:
+    def _halves(self, parts: StoredTensors) -> list[Tensor]:
         """Return the codes of the two halves of the vectors, [B, H, N, D / 2] each."""
         both = parts[0].to(self._upcast)
         high = torch.floor(both * (1 / 16))
         return [both - 16 * high, high]
 
-    def _decode_halves(self, parts: Parts) -> list[Tensor]:
+    def _decode_halves(self, parts: StoredTensors) -> list[Tensor]:
         """Decode the two halves of the vectors like `decode`."""
         scale, zero = (part.to(self._upcast) for part in parts[1:])
         count, halves = self._groups_in_half, []
@@ -215,17 +215,17 @@ class Int4(IntegerFormat):
             halves.append(((torch.unflatten(codes, -1, (count, -1)) + zero_of) * scale_of).flatten(-2))
         return halves
 
-    def _products(self, query: Tensor, parts: Parts) -> Tensor:
+    def _products(self, query: Tensor, parts: StoredTensors) -> Tensor:
         if self._fills_words(parts):
             return code_products.products(query, self._words(parts))
         return code_products.multiply_queries(query, self._decode_halves(parts))
 
-    def _weighted_sum(self, probs: Tensor, parts: Parts) -> Tensor:
+    def _weighted_sum(self, probs: Tensor, parts: StoredTensors) -> Tensor:
         if self._fills_words(parts):
             return code_products.weighted_sum(probs, self._words(parts))
         return code_products.sum_values(*self._shares(probs, parts))
 
-    def _shares(self, probs: Tensor, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
+    def _shares(self, probs: Tensor, parts: StoredTensors) -> tuple[list[Tensor], list[Tensor]]:
         """Return the factors of a weighted sum, for each section of a vector in one group.
 
         They are probabilities times scales, [B, H, R, N], and codes plus zero points.  Zero points have no separate
@@ -238,10 +238,10 @@ class Int4(IntegerFormat):
         codes = [section + zero[..., group, None] for section, group in zip(sections, group_of, strict=True)]
         return [shares[group] for group in group_of], codes
 
-    def _fills_words(self, parts: Parts) -> bool:
+    def _fills_words(self, parts: StoredTensors) -> bool:
         return self.groups > 1 and code_products.fills_vectors(parts[0], self.half // self._groups_in_half)
 
-    def _words(self, parts: Parts) -> list[code_products.WordGroup]:
+    def _words(self, parts: StoredTensors) -> list[code_products.WordGroup]:
         """Return the word groups, each within one half; those of the first half use the low bits."""
         scale, zero = (part.to(self._upcast) for part in parts[1:])
         codes, in_planes = parts[0].view(torch.int32), self._in_planes(parts[0])
@@ -289,19 +289,19 @@ class Hadamard(Format):
     def part_shapes(self) -> list[tuple[int, torch.dtype]]:
         return self.inner.part_shapes()
 
-    def encode(self, vectors: Tensor) -> Parts:
+    def encode(self, vectors: Tensor) -> StoredTensors:
         return self.inner.encode(transform(vectors))
 
-    def decode(self, parts: Parts) -> Tensor:
+    def decode(self, parts: StoredTensors) -> Tensor:
         return transform(self.inner.decode(parts))
 
     def transform_query(self, query: Tensor) -> Tensor:
         return transform(query)
 
-    def products(self, query: Tensor, parts: Parts) -> Tensor:
+    def products(self, query: Tensor, parts: StoredTensors) -> Tensor:
         return self.inner.products(self.transform_query(query), parts)
 
-    def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+    def weighted_sum(self, probs: Tensor, parts: StoredTensors, dtype: torch.dtype) -> Tensor:
         return transform(self.inner.weighted_sum(probs, parts, accumulate_dtype(self.dtype))).to(dtype)
 
 

@@ -56,7 +56,7 @@ def compile_deduplicated(
         anchors: one node of each layer.
         patches: returns the Inductor configuration of a part.
         exchangeable: symbols of sizes that share code, so that a guard on one of them applies to all; see
-            `kvpass.torch_private.symbolic_shapes.SymbolicSizes.alike`.
+            `kvpass.torch_private.symbolic_shapes.SymbolicSizes.exchangeable`.
     """
     if (
         not inductor.on_cpu(examples)

@@ -258,15 +258,15 @@ def _may_move(order: list[fx.Node], moved: list[fx.Node], first: int) -> bool:
     passed = order[first : order.index(moved[-1]) + 1]
     if any(map(alias.writes, moved)) or any(map(fx_nodes.sets_a_mode, passed)):
         return False
-    memory = _memory(order[0].graph)
-    return _written_memory(passed, memory).isdisjoint(
-        memory.of(parent) for node in moved for parent in node.all_input_nodes
+    alias_sets = _memory(order[0].graph)
+    return _written_memory(passed, alias_sets).isdisjoint(
+        alias_sets.root(parent) for node in moved for parent in node.all_input_nodes
     )
 
 
-def _written_memory(nodes: Iterable[fx.Node], memory: alias.AliasSets) -> set[fx.Node]:
+def _written_memory(nodes: Iterable[fx.Node], alias_sets: alias.AliasSets) -> set[fx.Node]:
     """Return the nodes that stand for the memory that nodes write to."""
-    return {memory.of(operand) for node in nodes for operand in alias.written_operands(node)}
+    return {alias_sets.root(operand) for node in nodes for operand in alias.written_operands(node)}
 
 
 def _memory(graph: fx.Graph) -> alias.AliasSets:
@@ -297,12 +297,12 @@ def _splits_mode(segment: Segment) -> bool:
 
 def _keeps_writes(gm: fx.GraphModule, segments: list[Segment]) -> bool:
     """Return whether no written memory crosses a cut, apart from graph inputs under their own name."""
-    memory = _memory(gm.graph)
+    alias_sets = _memory(gm.graph)
     segment_of = {node: number for number, segment in enumerate(segments) for node in segment.nodes}
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in gm.graph.nodes:
-        groups.setdefault(memory.of(node), []).append(node)
-    return all(_is_in_one_segment(groups[root], segment_of) for root in _written_memory(segment_of, memory))
+        groups.setdefault(alias_sets.root(node), []).append(node)
+    return all(_is_in_one_segment(groups[root], segment_of) for root in _written_memory(segment_of, alias_sets))
 
 
 def _is_in_one_segment(group: list[fx.Node], segment_of: dict[fx.Node, int]) -> bool:

@@ -27,12 +27,12 @@ from kvpass.cache.step import decode_step, read_step
 from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, splicing, walk
-from kvpass.fx.walk import value
+from kvpass.fx.walk import example_value
 from kvpass.lowering.attend import Rope, RotaryPairs
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import AttentionResults, PassRecord, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
-from kvpass.rewrite.rotary_slice import RotarySlice
+from kvpass.rewrite.rotary_subgraph import RotarySubgraph
 from kvpass.rewrite.rotary_tables import RotaryTables
 
 
@@ -67,7 +67,7 @@ class _AttentionReplacement:
         sums = self._splice(layer, site, slots, new, first=True)
         for sharing in site.shared_by:
             self._splice(layer, sharing, slots_before, new, first=False)
-        stored_key = step.rotations.raw_keys[layer] if step.stores_raw_keys and not site.computed else new[0]
+        stored_key = step.rotations.raw_keys[layer] if step.stores_unrotated_keys and not site.computed else new[0]
         self.results.admitted_outputs.append(
             [] if step.decodes else [stored_key, new[1], step.inputs.valid(layer), *sums]
         )
@@ -77,10 +77,10 @@ class _AttentionReplacement:
     ) -> list[fx.Node]:
         """Splice in an attention call's step, which writes if it is the `first`; return a chunk's statistics."""
         step, layout = self.step, self.step.layouts[layer]
-        mask, mask_key = self.masks.of(site, layer)
+        mask, mask_key = self.masks.for_site(site, layer)
         if layout.classes:
             _check_classes(site, layout, mask)
-        rotary = step.rotations.slices[layer] if step.rotations.slices else None
+        rotary = step.rotations.subgraphs[layer] if step.rotations.subgraphs else None
         pairs = self.tables.pairs(rotary)
         computed = cut_computed_keys(step.step_gm, site, step.sizes, mask.key_features if mask else ())
         rope_weights = self.tables.mixing(rotary, pairs, layout.capacity, site.call) if rotary and pairs else []
@@ -91,7 +91,7 @@ class _AttentionReplacement:
             "table": self.tables.angles(rotary, layout.capacity) if rotary else [],
             "rotate": rotary.rotate.bound if rotary else (),
             "rope": rope_weights,
-            "computed": computed.slice.bound if computed else (),
+            "computed": computed.subgraph.bound if computed else (),
             "sink_logit": [] if site.sink_logit is None else [site.sink_logit],
             "policy_weights": step.policy_weights.of_layers[layer],
             "write_index": step.write_indices[layer : layer + 1],
@@ -102,7 +102,7 @@ class _AttentionReplacement:
             *self._shared_layout(layer),
             mask_key,
             rotary and (rotary.key, pairs),
-            computed and computed.slice.key,
+            computed and computed.subgraph.key,
             (site.scale, site.cap, site.sink_logit is None, site.lse is None, site.hidden_logit, site.decomposed),
             first,
             padded,
@@ -133,7 +133,7 @@ class _AttentionReplacement:
     ) -> fx.GraphModule:
         step, layout, lse = self.step, parts.layout, parts.attention.lse
         template = step.slots[layer]
-        lse_like = None if lse is None else (step.shape(lse), value(lse).dtype)
+        lse_like = None if lse is None else (step.shape(lse), example_value(lse).dtype)
 
         def results(attended: AttentionOutput) -> list[Tensor]:
             lse = []
@@ -159,7 +159,11 @@ class _AttentionReplacement:
 
 def _check_classes(site: AttentionSite, layout: Layout, mask: MaskOnSlots | None) -> None:
     """Raise UnsupportedGraph for attention that heads of different budgets cannot share."""
-    own = site.mask is not None and value(site.mask).ndim == 4 and shapes.expr(value(site.mask).shape[1]) != 1
+    own = (
+        site.mask is not None
+        and example_value(site.mask).ndim == 4
+        and shapes.expr(example_value(site.mask).shape[1]) != 1
+    )
     why = {
         "each head has a mask of its own": own,
         "its mask looks up an input at the index of each cached token": mask is not None and bool(mask.entries),
@@ -180,21 +184,21 @@ def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sym
     """Return the properties of a node's value on which a layer's code depends, as text."""
     text = functools.partial(shapes.text, renamed=symbols)
     if walk.is_size(node):
-        return text(step.sizes.fixed_size(node))
-    sizes = [*map(text, step.shape(node)), "by", *map(text, value(node).stride())]
-    return str((sizes, value(node).dtype, step.device_of(node)))
+        return text(step.sizes.resolved_size(node))
+    sizes = [*map(text, step.shape(node)), "by", *map(text, example_value(node).stride())]
+    return str((sizes, example_value(node).dtype, step.device_of(node)))
 
 
 def new_vectors(step: StepContext, layer: int) -> list[fx.Node]:
     """Return the new tokens' key and value; the key of a single token as it is stored, rotated or not."""
     site = step.sites[layer]
-    key = step.rotations.raw_keys[layer] if step.stores_raw_keys and step.decodes else site.key
+    key = step.rotations.raw_keys[layer] if step.stores_unrotated_keys and step.decodes else site.key
     return [as_cached(step.graph, site, node) for node in (key, site.value)]
 
 
 def as_cached(graph: fx.Graph, site: AttentionSite, node: fx.Node) -> fx.Node:
     """Return a key or value as it is cached: with joined heads if keys are computed from it."""
-    if not site.computed or value(node).shape[1] == 1:
+    if not site.computed or example_value(node).shape[1] == 1:
         return node
     with graph.inserting_before(node.next):
         flat = splicing.emit(graph, "flatten", splicing.emit(graph, "transpose", node, 1, 2), 2)
@@ -217,7 +221,7 @@ def replace_outputs(site: AttentionSite, outputs: list[fx.Node]) -> dict[str, fx
     """Replace a site's results by those of a step, the first outputs; return its `AttentionResults.replaced`."""
     replaced = dict(zip(site.results, outputs, strict=False))
     for old, new in replaced.items():
-        new.meta["example_value"] = value(old)
+        new.meta["example_value"] = example_value(old)
         old.replace_all_uses_with(new)
     return {old.name: new for old, new in replaced.items()}
 
@@ -229,7 +233,7 @@ class _LayerStepParts:
     layout: Layout
     attention: AttentionSite
     mask: MaskOnSlots | None
-    rotary: RotarySlice | None
+    rotary: RotarySubgraph | None
     pairs: RotaryPairs | None
     computed: ComputedKeys | None
     knows_padding: bool  # whether inputs mark padding, which is then not cached

@@ -39,10 +39,10 @@ from kvpass.capture.rotary import (
 )
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, shapes, splicing, walk
-from kvpass.fx.walk import value
-from kvpass.rewrite.context import Lengths, PassRecord, Rotations, StepContext
+from kvpass.fx.walk import example_value
+from kvpass.rewrite.context import Lengths, PassRecord, RotaryResults, StepContext
 from kvpass.rewrite.renumber import find_readers, fits_step, subtract_by_row
-from kvpass.rewrite.rotary_slice import cut_rotaries
+from kvpass.rewrite.rotary_subgraph import cut_rotaries
 
 BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
 _ARITHMETIC = op_table.tagged("compares", "adds") | {"mul", "clamp", "maximum", "minimum"}
@@ -71,7 +71,12 @@ class _LengthArithmetic:
     """
 
     def __init__(self, step: StepContext) -> None:
-        self.graph, self.sizes, self.length, self.number = step.graph, step.sizes, step.length, step.size_nodes.of
+        self.graph, self.sizes, self.length, self.number = (
+            step.graph,
+            step.sizes,
+            step.length,
+            step.size_nodes.number_or_node,
+        )
         self.computed: dict[fx.Node, sympy.Expr] = {}
         self.rewritten: list[str] = []
 
@@ -85,7 +90,7 @@ class _LengthArithmetic:
                 continue
             if node.target is torch.arange:
                 self._arange_on_length(node)
-            elif any(walk.is_tensor(arg) for arg in node.args) and walk.name_of(node) in _ARITHMETIC:
+            elif any(walk.is_tensor(arg) for arg in node.args) and walk.target_name(node) in _ARITHMETIC:
                 self.rewritten.append(node.name)
                 with self.graph.inserting_before(node):
                     node.args = tuple(self._on_length(arg) if arg in growing else arg for arg in node.args)
@@ -102,7 +107,7 @@ class _LengthArithmetic:
         if part == shapes.LENGTH:
             return self.length
         if part.is_integer and shapes.LENGTH not in part.free_symbols:
-            return self.number(self.sizes.fixed_part(part))
+            return self.number(self.sizes.resolved_part(part))
         function = _FUNCTIONS.get(part.func.__name__)
         if function is None:
             raise UnsupportedGraph(
@@ -111,23 +116,23 @@ class _LengthArithmetic:
         result, *terms = sorted(map(self._emit, part.args), key=lambda term: not walk.is_tensor(term))
         for term in terms:
             result = self.graph.call_function(function, (result, term))
-            result.meta["example_value"] = value(self.length)
+            result.meta["example_value"] = example_value(self.length)
         return result
 
     def slices(self) -> list[fx.Node]:
         """Replace slices of tables whose ends grow by lookups; return the key indices of these lookups."""
         key_indices: list[fx.Node] = []
         for node in list(self.graph.nodes):
-            if walk.name_of(node) != "getitem" or not walk.is_tensor(node.args[0]):
+            if walk.target_name(node) != "getitem" or not walk.is_tensor(node.args[0]):
                 continue
             base, parts = node.args[0], op_table.subscript(node)
             growing = self._growing_slices(node, parts)
-            if not any(growing) or self.sizes.growing_dims(value(base)):
+            if not any(growing) or self.sizes.growing_dims(example_value(base)):
                 continue
             with self.graph.inserting_before(node):
                 for dim, part in enumerate(parts):
                     if growing[dim]:
-                        base, new_indices = self._lookup(base, dim, part.start or 0, value(node).shape[dim])
+                        base, new_indices = self._lookup(base, dim, part.start or 0, example_value(node).shape[dim])
                         key_indices += new_indices
                     elif part != slice(None):
                         subscript = (*[slice(None)] * dim, self._fixed_slice(part))
@@ -138,7 +143,7 @@ class _LengthArithmetic:
 
     def _fixed_slice(self, part: slice) -> slice:
         ends = (part.start, part.stop)
-        start, stop = (None if end is None else self.number(self.sizes.fixed_size(end)) for end in ends)
+        start, stop = (None if end is None else self.number(self.sizes.resolved_size(end)) for end in ends)
         return slice(start, stop)
 
     def _growing_slices(self, node: fx.Node, parts: tuple[Any, ...]) -> list[bool]:
@@ -146,15 +151,15 @@ class _LengthArithmetic:
         if not all(isinstance(part, slice) and part.step is None for part in parts):
             return [False]
         ends = [any(walk.is_size(end) and self.sizes.grows(end) for end in (p.start, p.stop)) for p in parts]
-        sizes = [value(node).shape[dim] for dim, grows in enumerate(ends) if grows]
+        sizes = [example_value(node).shape[dim] for dim, grows in enumerate(ends) if grows]
         return ends if all(self.sizes.is_total(size) or not self.sizes.grows(size) for size in sizes) else [False]
 
     def _lookup(self, table: fx.Node, dim: int, start: Any, size: Any) -> tuple[fx.Node, list[fx.Node]]:
         """Replace x[..., start : start + size] by a lookup; return also the nodes that index keys."""
         counts_keys = self.sizes.is_total(size)
-        count = 1 if counts_keys else self.number(self.sizes.fixed_size(size))
+        count = 1 if counts_keys else self.number(self.sizes.resolved_size(size))
         index = self.graph.call_function(torch.arange, (count,))
-        index.meta["example_value"] = value(table).new_empty((size,), dtype=torch.int64)
+        index.meta["example_value"] = example_value(table).new_empty((size,), dtype=torch.int64)
         key_indices = [index] if counts_keys else []
         if start != 0:
             offset = self._on_length(start)
@@ -171,19 +176,21 @@ class _LengthArithmetic:
         count = self.sizes.in_length(end) - self.sizes.in_length(start)
         if self.sizes.grows_in(count):
             return
-        dtype = value(node).dtype
+        dtype = example_value(node).dtype
         if count != 1 and not op_table.counts_exactly(dtype):
             raise UnsupportedGraph(
                 f"{walk.source_line(node)}: positions are counted in {dtype}, which rounds them: count them in int64"
             )
         with self.graph.inserting_before(node):
             steps = self.graph.call_function(
-                torch.arange, (self.number(self.sizes.fixed_part(count)),), {**node.kwargs, "dtype": torch.int64}
+                torch.arange, (self.number(self.sizes.resolved_part(count)),), {**node.kwargs, "dtype": torch.int64}
             )
             offset = self._emit(self.sizes.in_length(start))
             shifted = self.graph.call_function(operator.add, (steps, offset))
             for new in (steps, shifted):
-                new.meta.update(node.meta, example_value=value(node).new_empty(value(node).shape, dtype=torch.int64))
+                new.meta.update(
+                    node.meta, example_value=example_value(node).new_empty(example_value(node).shape, dtype=torch.int64)
+                )
             if dtype != torch.int64:
                 shifted = self.graph.call_method("to", (shifted, dtype))
                 shifted.meta.update(node.meta)
@@ -197,29 +204,29 @@ def rank_positions(step: StepContext) -> PassRecord:
     Raises:
         UnsupportedGraph: a layer has no rotary embedding, or its positions cannot be replaced.
     """
-    if not step.stores_raw_keys:
-        step.rotations = Rotations()
+    if not step.stores_unrotated_keys:
+        step.rotations = RotaryResults()
         return PassRecord(left={"keys": "they are stored as they are attended to"})
-    memory = alias.AliasSets(step.step_gm.graph)
-    rotaries = [_rotary(step, layer, memory) for layer in range(len(step.sites))]
-    slices = cut_rotaries(step.step_gm, zip(step.sites, rotaries, strict=True), step.sizes, memory)
+    alias_sets = alias.AliasSets(step.step_gm.graph)
+    rotaries = [_rotary(step, layer, alias_sets) for layer in range(len(step.sites))]
+    subgraphs = cut_rotaries(step.step_gm, zip(step.sites, rotaries, strict=True), step.sizes, alias_sets)
     positions = list(dict.fromkeys(p for layer, rotary in enumerate(rotaries) for p in _positions(step, layer, rotary)))
     position_inputs = [origin for origin in map(strip_reshapes, positions) if origin in step.placeholders]
     replaced = tuple(dict.fromkeys(map(step.placeholders.index, position_inputs)))
     first = _rank_of_first(step)
     for position in positions:
         _replace_by_ranks(step, position, first)
-    step.rotations = Rotations(slices, [rotary.raw for rotary in rotaries], replaced)
+    step.rotations = RotaryResults(subgraphs, [rotary.raw for rotary in rotaries], replaced)
     return PassRecord([position.name for position in positions])
 
 
-def _rotary(step: StepContext, layer: int, memory: alias.AliasSets) -> Rotary:
+def _rotary(step: StepContext, layer: int, alias_sets: alias.AliasSets) -> Rotary:
     rotary = find_rotary(step.sites[layer])
     if rotary is None:
         raise UnsupportedGraph(
             f"{step.line(layer)}: the keys have a rotary embedding in the prompt, but not in this step"
         )
-    if not rotates_each_token_alone(rotary, step.sites[layer], memory):
+    if not rotates_each_token_alone(rotary, step.sites[layer], alias_sets):
         _refuse(step, layer, KEY_ROTATED_BY_OTHERS)
     return rotary
 
@@ -250,8 +257,8 @@ def _rank_of_first(step: StepContext) -> fx.Node:
 
 def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> None:
     """Replace positions by ranks, live slots + 0, 1, ..., for the nodes that rotate queries and keys."""
-    shape, rows, queries, dtype = step.shape(position), step.batch, step.queries, value(position).dtype
-    along = shapes.token_dim(shape, queries)
+    shape, rows, query_len, dtype = step.shape(position), step.batch, step.query_len, example_value(position).dtype
+    along = shapes.token_dim(shape, query_len)
     padded = bool(step.padding_inputs.by_layer[0])
     if rows > 1 and padded and not _may_differ_by_row(step, position):
         _refuse(step, 0, ROWS_SHARE_POSITIONS)
@@ -259,17 +266,17 @@ def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> N
     valid = [step.inputs.valid(0)] if padded and not step.decodes else []  # padding has no rank of its own
 
     def function(first: Tensor, *valid: Tensor) -> list[Tensor]:
-        steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in valid] or [torch.arange(queries, device=first.device)]
+        steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in valid] or [torch.arange(query_len, device=first.device)]
         ranks = first[:, None] + steps[0]  # [B, q]
         if len(shape) == 1:
             return [ranks[0]]
         full = [1] * len(shape)
-        full[0], full[along] = rows, queries
+        full[0], full[along] = rows, query_len
         return [ranks.view(full).to(dtype)]
 
     before = step.length.next if position.op == "placeholder" else position.next
     ranks = step.compute(function, [first, *valid], before, f"kvpass_rank_{position.name}")[0]
-    ranks.meta["example_value"] = value(position)
+    ranks.meta["example_value"] = example_value(position)
     for user in users:
         user.replace_input_with(position, ranks)
 
@@ -277,7 +284,7 @@ def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> N
 def _may_differ_by_row(step: StepContext, position: fx.Node) -> bool:
     """Return whether positions have, or may have, a dimension for the rows of what they rotate."""
     rotated = [node for site in step.sites for each in site.attention_calls for node in (each.query, each.key)]
-    return value(position).ndim > 1 and all(rows_come_first(position, node) for node in rotated)
+    return example_value(position).ndim > 1 and all(rows_come_first(position, node) for node in rotated)
 
 
 def _rotating_users(step: StepContext, position: fx.Node) -> list[fx.Node]:
@@ -309,16 +316,18 @@ def renumber_ids(step: StepContext) -> PassRecord:
     metadata = [nodes[names.index("position")], nodes[names.index("seen")]]
     for i, reader in enumerate(readers):
         inputs = [reader.ids, *metadata]
-        function = functools.partial(_count_cached, reader.along, step.queries, step.layouts[0].policy.last_position())
+        function = functools.partial(
+            _count_cached, reader.along, step.query_len, step.layouts[0].policy.last_position()
+        )
         ids = step.compute(function, inputs, reader.node, f"kvpass_ids_{i}")[0]
-        ids.meta["example_value"] = value(reader.ids)
+        ids.meta["example_value"] = example_value(reader.ids)
         reader.node.replace_input_with(reader.ids, ids)
     return PassRecord([reader.node.name for reader in readers])
 
 
-def _count_cached(along: int, queries: int, last: int, ids: Tensor, position: Tensor, seen: Tensor) -> list[Tensor]:
+def _count_cached(along: int, query_len: int, last: int, ids: Tensor, position: Tensor, seen: Tensor) -> list[Tensor]:
     """Subtract the number of evicted tokens from the ids of new tokens (see `Reader`), and limit them to `last`."""
     cached = (position[:, 0] >= 0).sum(-1)  # [B]
-    rank = cached[:, None] + torch.arange(queries, device=ids.device)
+    rank = cached[:, None] + torch.arange(query_len, device=ids.device)
     shift = (seen - cached)[:, None] + (rank - last).clamp(min=0)  # [B, q]
     return [subtract_by_row(ids, along, shift)]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, shapes, splicing, walk
-from kvpass.fx.walk import value
+from kvpass.fx.walk import example_value
 from kvpass.rewrite.context import Outputs, PassRecord, PolicyWeights, StepContext
 from kvpass.torch_private import dynamo, fx_nodes
 
@@ -108,7 +108,7 @@ def drop_growing_outputs(step: StepContext) -> PassRecord:
 def _depends_on_growth(step: StepContext, node: fx.Node) -> bool:
     """Return whether a node is computed from a tensor or size that grows with the cache."""
     sources = walk.ancestors(node)
-    return any(step.sizes.grows(x) if walk.is_size(x) else step.sizes.growing_dims(value(x)) for x in sources)
+    return any(step.sizes.grows(x) if walk.is_size(x) else step.sizes.growing_dims(example_value(x)) for x in sources)
 
 
 def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
@@ -124,7 +124,7 @@ def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
         for index, output in enumerate(originals)
         if index not in caches | step.attention.dropped_outputs.keys()
         and walk.is_tensor(output)
-        and step.sizes.growing_dims(value(output))
+        and step.sizes.growing_dims(example_value(output))
     ]
     removed = {*caches, *lengths, *grown, *step.attention.dropped_outputs}
     kept = [output for index, output in enumerate(originals) if index not in removed]
@@ -152,12 +152,12 @@ def resolve_sizes(step: StepContext) -> PassRecord:
         if step.sizes.grows(node):
             step.refuse_growth(_reader(node))
         if not step.sizes.is_dynamic(node):
-            shapes.replace_by(node, step.size_nodes.of(step.sizes.fixed_size(node)))
+            shapes.replace_by(node, step.size_nodes.number_or_node(step.sizes.resolved_size(node)))
     alias.eliminate_dead(step.graph)
     for argument in step.placeholders:
         if not argument.users and not step.size_nodes.has(argument):
             step.graph.erase_node(argument)
-        elif step.sizes.growing_dims(value(argument)):
+        elif step.sizes.growing_dims(example_value(argument)):
             step.refuse_growth(next(iter(argument.users)))
     return PassRecord([node.name for node in settled])
 

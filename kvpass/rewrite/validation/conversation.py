@@ -18,13 +18,13 @@ from torch import Tensor
 from kvpass.capture import sparse_index
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import splicing, walk
-from kvpass.fx.walk import value
+from kvpass.fx.walk import example_value
 from kvpass.lowering.formats import EncodedVectors, Sections, plain
 from kvpass.rewrite.computed_keys import split_heads
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import StepRewrite
-from kvpass.rewrite.rotary_slice import RotarySlice
-from kvpass.rewrite.step_graph import StepCall
+from kvpass.rewrite.rotary_subgraph import RotarySubgraph
+from kvpass.rewrite.step_graph import StepRewriteInput
 from kvpass.rewrite.validation.interpreter import copy_unless_constant, written_inputs
 from kvpass.torch_private import symbolic_shapes
 
@@ -47,7 +47,7 @@ class StepCase:
     padding_inputs: dict[fx.Node, int]
 
     @property
-    def call(self) -> StepCall:
+    def call(self) -> StepRewriteInput:
         """The current call on the canonical graph; nothing writes to its slots."""
         return self.context.call
 
@@ -57,13 +57,13 @@ class StepCase:
         return written_inputs(self.dynamo_gm)
 
     @property
-    def stores_raw_keys(self) -> bool:
-        return self.context.stores_raw_keys
+    def stores_unrotated_keys(self) -> bool:
+        return self.context.stores_unrotated_keys
 
     @property
-    def queries(self) -> int:
+    def query_len(self) -> int:
         """q of the current call."""
-        return symbolic_shapes.size_hint(self.rewrite.queries)
+        return symbolic_shapes.size_hint(self.rewrite.query_len)
 
     @functools.cached_property
     def most_keys(self) -> float:
@@ -121,7 +121,7 @@ class Conversation:
         self.stored = [min(plan.count, window or plan.count) for window in step.context.windows]
         self.kept = [self._choose_kept(layer) for layer in range(len(step.call.layouts))]
         numbers = {index: symbolic_shapes.size_hint(size) for index, size in step.rewrite.length_outputs.items()}
-        self.rewrite = dataclasses.replace(step.rewrite, queries=step.queries, length_outputs=numbers)
+        self.rewrite = dataclasses.replace(step.rewrite, query_len=step.query_len, length_outputs=numbers)
         self._rows: dict[Any, tuple[EncodedVectors, EncodedVectors]] = {}
         self._rotated: dict[Any, Tensor] = {}
         self.arguments_without_past = self._plain_arguments()
@@ -130,11 +130,11 @@ class Conversation:
         """Return which tokens are real: up to two on the left are padding, and one in the middle (`has_gap`)."""
         # Padding must be marked by an input, and explicit positions would not count it.  A gap would change ranks.
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
-        has_positions = self.step.stores_raw_keys and self.step.rewrite.positions
+        has_positions = self.step.stores_unrotated_keys and self.step.rewrite.positions
         if self.plan.pads_left and self.step.context.padding_inputs.known and not has_positions:
             for row in range(self.batch):
                 valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
-                if self.plan.has_gap and not self.step.stores_raw_keys and self.count >= 6:
+                if self.plan.has_gap and not self.step.stores_unrotated_keys and self.count >= 6:
                     valid[row, self.count // 2 + row % 2] = False
         inputs = [self.step.call.arguments[index] for index in self.step.padding_inputs.values()]
         if any(column.numel() == column.shape[-1] for column in inputs):  # it marks the same tokens in every row
@@ -162,7 +162,7 @@ class Conversation:
         kept, stored = self.kept[layer], self.stored[layer]
         if len(kept) == stored:
             return None
-        new = torch.arange(stored, stored + self.step.queries)
+        new = torch.arange(stored, stored + self.step.query_len)
         return torch.cat([kept - self.count + stored, new]).to(self.step.call.layouts[layer].device)
 
     def rows(self, layer: int) -> tuple[EncodedVectors, EncodedVectors]:
@@ -192,7 +192,7 @@ class Conversation:
             if node.name in known:
                 arguments[index] = self._mark_padding(arguments[index])
         for index in self.step.rewrite.positions:
-            counted = torch.arange(self.count, self.count + self.step.queries)
+            counted = torch.arange(self.count, self.count + self.step.query_len)
             arguments[index] = counted.expand(arguments[index].shape).to(arguments[index])
         return tuple(arguments)
 
@@ -202,7 +202,7 @@ class Conversation:
 
     def _continue_ids(self, ids: Tensor) -> Tensor:
         """Make positions continue this conversation, and change token ids if the plan says so."""
-        new, total = self.step.queries, self.count + self.step.queries
+        new, total = self.step.query_len, self.count + self.step.query_len
         if ids.shape[-1] == new and bool((ids.amax(-1) == self.step.call.length + new - 1).all()):
             return (ids - self.tokens_cut).clamp(min=0)
         if self.plan.ids is None or ids.shape[-1] != total or ids.is_cuda:
@@ -214,10 +214,10 @@ class Conversation:
     def _cut_argument(self, index: int, node: fx.Node) -> Any:
         argument, sizes = self.step.call.arguments[index], self.step.call.sizes
         if isinstance(argument, int) and not isinstance(argument, bool):
-            return argument - self.tokens_cut if sizes.grows(value(node)) else argument
+            return argument - self.tokens_cut if sizes.grows(example_value(node)) else argument
         if not isinstance(argument, Tensor) or isinstance(argument, torch.nn.Parameter) or index in self._pasts:
             return argument
-        for dim in sizes.growing_dims(value(node)):
+        for dim in sizes.growing_dims(example_value(node)):
             argument = argument.index_select(dim, self._sample_entries(argument.shape[dim]).to(argument.device))
         return argument
 
@@ -248,13 +248,13 @@ class Conversation:
             return self.plain_argument(index)
         layer, kind = self._pasts[index]
         rows = self.rows(layer)[kind].read_as(self.step.call.layouts[layer].dtype)
-        if kind == 0 and self.step.stores_raw_keys and rotated:
+        if kind == 0 and self.step.stores_unrotated_keys and rotated:
             rows = self._as_cached(layer, rows)
         return split_heads(rows, self.step.call.arguments[index].shape[1])
 
     def _as_cached(self, layer: int, key: Tensor) -> Tensor:
         """Return keys as the model caches them, rotated."""
-        rotary = self.step.context.rotations.slices[layer].with_numbers()
+        rotary = self.step.context.rotations.subgraphs[layer].with_numbers()
         nodes = [*rotary.angles.bound, *rotary.rotate.bound]
         follows = self.positions_follow_padding(layer)
         kind = (rotary.key, tuple(node.name for node in nodes), key.shape, key.dtype, follows)
@@ -268,7 +268,7 @@ class Conversation:
         rotary = None if self.valid.all() else find_rotary(site)
         return rotary is not None and not self.step.padding_inputs.keys().isdisjoint(walk.ancestors(rotary.position))
 
-    def _rotate(self, rotary: RotarySlice, key: Tensor, follows: bool, bound: list[Any]) -> Tensor:
+    def _rotate(self, rotary: RotarySubgraph, key: Tensor, follows: bool, bound: list[Any]) -> Tensor:
         table = rotary.table(self.count, bound[: len(rotary.angles.bound)], key.device)
         valid = self.valid if follows else torch.ones_like(self.valid)
         position = (valid.cumsum(-1) - 1).clamp(min=0)[:, None].to(key.device)

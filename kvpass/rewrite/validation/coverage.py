@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.shapes import LENGTH, text
-from kvpass.fx.walk import is_size, value
+from kvpass.fx.walk import example_value, is_size
 from kvpass.torch_private import dynamo
 
 MAX_TOKENS = 4200
@@ -45,7 +45,7 @@ def smallest_table(graph: fx.Graph) -> int:
 def _numbers(node: fx.Node) -> Iterator[int]:
     if node.op not in ("call_function", "call_method") or not any(map(_counts, node.all_input_nodes)):
         return
-    name = walk.name_of(node).strip("_")
+    name = walk.target_name(node).strip("_")
     if name in _ARITHMETIC:
         yield from _integers((*node.args, *node.kwargs.values()))
     elif name == "narrow" or (name == "getitem" and not isinstance(node.args[1], int)):
@@ -54,7 +54,7 @@ def _numbers(node: fx.Node) -> Iterator[int]:
 
 def _counts(node: fx.Node) -> bool:
     """Return whether a node may count tokens or index them: a size, integers, or a tensor that grows."""
-    example = value(node)
+    example = example_value(node)
     if not isinstance(example, Tensor):
         return walk.is_size(node)
     return not example.is_floating_point() or any(isinstance(size, torch.SymInt) for size in example.shape)
@@ -67,23 +67,23 @@ def _integers(arguments: Any) -> list[int]:
 
 def _tables(node: fx.Node) -> Iterator[int]:
     """Yield the sizes of a parameter, buffer or constant in which a node looks something up."""
-    if walk.name_of(node) not in op_table.tagged("looks_up") | {"narrow"}:
+    if walk.target_name(node) not in op_table.tagged("looks_up") | {"narrow"}:
         return
     for parent in node.all_input_nodes:
-        example = value(parent)
+        example = example_value(parent)
         if isinstance(example, Tensor) and (parent.op == "get_attr" or dynamo.is_of_module(parent)):
-            dims = example.shape[:1] if walk.name_of(node) == "embedding" else example.shape
+            dims = example.shape[:1] if walk.target_name(node) == "embedding" else example.shape
             yield from (size for size in dims if isinstance(size, int))
 
 
 def _narrow(node: fx.Node) -> Iterator[int]:
     """Yield the limit of a narrow dtype to which a node converts integers, or in which it counts tokens."""
-    example = value(node)
+    example = example_value(node)
     if not isinstance(example, Tensor) or example.dtype not in EXACT_LIMITS:
         return
-    parents = [value(parent) for parent in node.all_input_nodes]
+    parents = [example_value(parent) for parent in node.all_input_nodes]
     integers = [x for x in parents if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]
-    if integers or walk.name_of(node) in op_table.tagged("counts"):
+    if integers or walk.target_name(node) in op_table.tagged("counts"):
         yield EXACT_LIMITS[example.dtype]
 
 
@@ -130,9 +130,9 @@ class _KindDescription:
             before_first_call = self._index[node] < self._first
             return f"node {node.name}" if before_first_call else f"{end - self._index[node]} before"
         if is_size(node):
-            return f"size {self._size(value(node))}"
+            return f"size {self._size(example_value(node))}"
         if node.op == "get_attr" or node in self._pasts or dynamo.is_of_module(node):
-            example = value(node)
+            example = example_value(node)
             return str([*map(self._size, example.shape), example.dtype]) if isinstance(example, Tensor) else node.name
         return f"input {node.name}"
 

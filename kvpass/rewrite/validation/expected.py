@@ -170,7 +170,7 @@ def _select(bias: Tensor | None, dim: int, chosen: Tensor) -> Tensor | None:
     return bias.index_select(dim, chosen.to(bias.device))
 
 
-def _bias(call: dict[str, Any], queries: int, keys: int) -> Tensor | None:
+def _bias(call: dict[str, Any], query_len: int, keys: int) -> Tensor | None:
     """Return the addend of mask and causality, -inf for a key that a boolean mask hides, or None."""
     mask, bias = call["mask"], None
     if mask is not None:
@@ -178,8 +178,8 @@ def _bias(call: dict[str, Any], queries: int, keys: int) -> Tensor | None:
         bias = mask.double() if mask.dtype != torch.bool else torch.zeros(mask.shape, device=mask.device).double()
         bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias
     if call.get("causal"):
-        ahead = torch.ones(queries, keys, dtype=torch.bool, device=call["query"].device).triu(1)
-        bias = torch.zeros(1, 1, queries, keys, device=ahead.device).double().masked_fill(ahead, -torch.inf)
+        ahead = torch.ones(query_len, keys, dtype=torch.bool, device=call["query"].device).triu(1)
+        bias = torch.zeros(1, 1, query_len, keys, device=ahead.device).double().masked_fill(ahead, -torch.inf)
     return bias
 
 

@@ -106,8 +106,8 @@ class GraphRun(fx.Interpreter):
 
 def written_inputs(gm: fx.GraphModule) -> frozenset[int]:
     """Return the indices of the inputs to whose memory a graph writes in place."""
-    memory = alias.AliasSets(gm.graph)
-    return frozenset(index for index, node in enumerate(walk.placeholders(gm.graph)) if memory.writers(node))
+    alias_sets = alias.AliasSets(gm.graph)
+    return frozenset(index for index, node in enumerate(walk.placeholders(gm.graph)) if alias_sets.writers(node))
 
 
 def copy_unless_constant(argument: Any, is_written: bool) -> Any:

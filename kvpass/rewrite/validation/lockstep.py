@@ -22,7 +22,7 @@ from torch import Tensor
 from kvpass.capture.canonical import ATTENTION, AttentionSite
 from kvpass.errors import KVPassError, UnsupportedGraph
 from kvpass.fx import op_table, walk
-from kvpass.fx.walk import source_line, value
+from kvpass.fx.walk import example_value, source_line
 from kvpass.rewrite.validation.expected import ExactAttention, attend_exactly, equal_up_to_rounding, in_result_dtype
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
 from kvpass.torch_private import dynamo
@@ -294,7 +294,9 @@ def on_few_threads(graph: fx.Graph) -> Iterator[None]:
 
     Each operation is short and ends at a barrier, where threads wait for the one that another process has interrupted.
     """
-    weights = [value(node) for node in walk.placeholders(graph) if dynamo.is_of_module(node) and walk.is_tensor(node)]
+    weights = [
+        example_value(node) for node in walk.placeholders(graph) if dynamo.is_of_module(node) and walk.is_tensor(node)
+    ]
     threads = torch.get_num_threads()
     try:
         if sum(weight.numel() for weight in weights) <= MOST_WEIGHTS:

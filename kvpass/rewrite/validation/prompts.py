@@ -20,7 +20,7 @@ from torch import Tensor
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import value
+from kvpass.fx.walk import example_value
 from kvpass.rewrite.prompt import PromptRewrite
 from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit, copy_unless_constant, written_inputs
@@ -83,7 +83,7 @@ def _try_longer(prompt: PromptCase, arguments: tuple[Any, ...], left_out: list[s
     lengths = [number + 2 for number in length_constants(prompt.dynamo_gm.graph) if LENGTHS[0] < number <= MAX_LENGTH][
         -MORE:
     ]
-    if value(prompt.sites[0].query).device.type != "cpu":  # a lookup out of range cannot be caught there
+    if example_value(prompt.sites[0].query).device.type != "cpu":  # a lookup out of range cannot be caught there
         lengths = [number for number in lengths if number <= smallest_table(prompt.dynamo_gm.graph)]
     for call in _make_prompts(prompt, arguments, lengths, 2):
         with noting_skipped(left_out, call.label):
@@ -101,7 +101,7 @@ class _ComparedCall:
 
     arguments: tuple[Any, ...]
     rows: int
-    queries: int
+    query_len: int
     real: Tensor
     label: str
     written: frozenset[int]
@@ -141,11 +141,16 @@ def _other_sizes(
     padding must have one row, or all rows.
     """
     site = prompt.sites[0]
-    length, rows = expr(site.queries), expr(value(site.key).shape[0])
+    length, rows = expr(site.query_len), expr(example_value(site.key).shape[0])
     if not length.is_Symbol or length not in current or site.past_key is not None:
         return
     guards = shapes.guards(prompt.canonical_gm.graph)
-    taken = {size for node in (site.query, site.key, site.value) for size in value(node).shape if isinstance(size, int)}
+    taken = {
+        size
+        for node in (site.query, site.key, site.value)
+        for size in example_value(node).shape
+        if isinstance(size, int)
+    }
     variable = rows.is_Symbol and rows in current
     counts = [x for x in ROWS if x not in taken and x <= most_rows] + [current[rows]] if variable else [0]
     for new in (x for x in lengths if x not in taken):
@@ -157,30 +162,33 @@ def _other_sizes(
             sizes = {**current, **new_rows, **longer, **({rows: count} if variable else {})}
             allowed = symbolic_shapes.are_true(guards, sizes) and all(_in_range(node, sizes) for node in inputs)
             padding_inputs = [inputs[index] for index in prompt.padding_inputs]
-            if allowed and all(_marks_rows(node, value(site.key).shape[0], sizes) for node in padding_inputs):
+            if allowed and all(_marks_rows(node, example_value(site.key).shape[0], sizes) for node in padding_inputs):
                 yield sizes
                 break
 
 
 def _marks_rows(node: fx.Node, rows: Any, sizes: dict[Any, int]) -> bool:
     """Return whether an input that marks padding has one row, or as many as the prompt."""
-    return math.prod(shapes.number(size, sizes) for size in value(node).shape[:-1]) in (1, shapes.number(rows, sizes))
+    return math.prod(shapes.number(size, sizes) for size in example_value(node).shape[:-1]) in (
+        1,
+        shapes.number(rows, sizes),
+    )
 
 
 def _in_range(node: fx.Node, sizes: dict[Any, int]) -> bool:
     """Return whether the ranges of an input's symbols allow some values."""
-    shape = value(node).shape if walk.is_tensor(node) else (value(node),)
+    shape = example_value(node).shape if walk.is_tensor(node) else (example_value(node),)
     symbols = [size for size in shape if isinstance(size, torch.SymInt)]
     return all(symbolic_shapes.may_equal(size, shapes.number(size, sizes)) for size in symbols)
 
 
 def _resize(node: fx.Node, argument: Any, sizes: dict[Any, int]) -> Any:
     """Return an argument at other sizes: its entries repeat, and positions continue."""
-    if isinstance(value(node), torch.SymInt):
+    if isinstance(example_value(node), torch.SymInt):
         return shapes.number(node, sizes)
-    if not isinstance(argument, Tensor) or not symbolic_shapes.symbols(value(node)):
+    if not isinstance(argument, Tensor) or not symbolic_shapes.symbols(example_value(node)):
         return argument
-    for dim, size in enumerate(value(node).shape):
+    for dim, size in enumerate(example_value(node).shape):
         size = shapes.number(size, sizes)
         if size != argument.shape[dim]:
             indices = torch.arange(size, device=argument.device)
@@ -210,28 +218,28 @@ def _prompt_call(
     """Return a call with these arguments; None if its sizes are unknown."""
     site = prompt.sites[0]
     try:
-        rows, queries = shapes.number(value(site.key).shape[0], sizes), shapes.number(site.queries, sizes)
+        rows, query_len = shapes.number(example_value(site.key).shape[0], sizes), shapes.number(site.query_len, sizes)
     except TypeError:  # not all symbols are sizes of inputs
         return None
-    real = torch.ones(1, queries, dtype=torch.bool)
+    real = torch.ones(1, query_len, dtype=torch.bool)
     for index in prompt.padding_inputs:
-        total = arguments[index].shape[-1] if site.past_key is not None else queries
-        column = arguments[index].reshape(-1, arguments[index].shape[-1])[:, total - queries : total]
+        total = arguments[index].shape[-1] if site.past_key is not None else query_len
+        column = arguments[index].reshape(-1, arguments[index].shape[-1])[:, total - query_len : total]
         real = real & (column != 0).cpu()
-    return _ComparedCall(arguments, rows, queries, real, f"{label} of {queries} tokens", prompt.written_inputs)
+    return _ComparedCall(arguments, rows, query_len, real, f"{label} of {query_len} tokens", prompt.written_inputs)
 
 
 def _compare(prompt: PromptCase, call: _ComparedCall, one_of_each: bool = False) -> None:
     """Run the three graphs on one prompt and compare them, up to the last new kind of layer if `one_of_each`."""
-    device = value(prompt.sites[0].query).device
-    is_cut = one_of_each or call.rows * call.queries > MAX_TOKENS
+    device = example_value(prompt.sites[0].query).device
+    is_cut = one_of_each or call.rows * call.query_len > MAX_TOKENS
     last = last_new_kind(prompt.canonical_gm.graph, prompt.sites) if is_cut else None
-    queries = None
-    if call.queries > MAX_QUERIES:
-        sampled = torch.randperm(call.queries, generator=torch.Generator().manual_seed(0))[: MAX_QUERIES - 2].tolist()
-        queries = torch.tensor(sorted({*sampled, 0, call.queries - 1}), device=device)
-    arguments = (prompt.dynamo_gm, prompt.canonical_gm, prompt.sites, call.argument, call.queries, call.label)
-    lockstep = Lockstep(*arguments, last, queries, call.real.to(device))
+    query_len = None
+    if call.query_len > MAX_QUERIES:
+        sampled = torch.randperm(call.query_len, generator=torch.Generator().manual_seed(0))[: MAX_QUERIES - 2].tolist()
+        query_len = torch.tensor(sorted({*sampled, 0, call.query_len - 1}), device=device)
+    arguments = (prompt.dynamo_gm, prompt.canonical_gm, prompt.sites, call.argument, call.query_len, call.label)
+    lockstep = Lockstep(*arguments, last, query_len, call.real.to(device))
     wanted = lockstep.run_model()
     lockstep.run_canonical()
     if prompt.rewrite is None:

@@ -32,7 +32,7 @@ class SyntheticSlots:
         """Return a function that creates an argument of the rewritten graph: slots are copied on demand."""
         conversation = self.conversation
         arguments = tuple(map(conversation.plain_argument, range(len(conversation.arguments_without_past))))
-        slots = [self.of(layer) for layer in range(len(self.step.call.layouts))]
+        slots = [self.for_layer(layer) for layer in range(len(self.step.call.layouts))]
         host_inputs = conversation.rewrite.run_host_graph(arguments)
         others = conversation.rewrite.call_arguments(arguments, host_inputs, slots, conversation.count)
         shared = [set() if self._rewrites_vectors(layer) else set(x.kv_names) for layer, x in enumerate(slots)]
@@ -56,7 +56,7 @@ class SyntheticSlots:
         policy = self.step.call.layouts[layer].policy
         return bool(self.step.call.sites[layer].shared_by) or policy.merges or policy.aligns != "never"
 
-    def of(self, layer: int) -> AnySlots:
+    def for_layer(self, layer: int) -> AnySlots:
         """Return the slots of a layer; equal layers share them."""
         layout, original = self.step.call.layouts[layer], self.step.call.slots[layer]
         kind = (dataclasses.replace(layout, layer=0), original.capacity, self.conversation.stored[layer])
@@ -107,7 +107,7 @@ class SyntheticSlots:
 
     def heads(self, layer: int, part: int) -> Tensor | None:
         """Return the KV heads in a class of a layer's heads, int64 [B, h]; None if there are no classes."""
-        slots = self.of(layer)
+        slots = self.for_layer(layer)
         return None if isinstance(slots, Slots) else slots.order[:, self.step.call.layouts[layer].head_slices[part]]
 
     def columns(self, layer: int, part: int = 0) -> Tensor:
@@ -116,8 +116,8 @@ class SyntheticSlots:
         Args:
             part: the class of heads.
         """
-        conversation, new, kept = self.conversation, self.step.queries, self.conversation.kept[layer]
-        tokens = self.of(layer).by_class[part].index
+        conversation, new, kept = self.conversation, self.step.query_len, self.conversation.kept[layer]
+        tokens = self.for_layer(layer).by_class[part].index
         if self.step.context.decodes:
             free = self._next_slot(layer, self.step.call.slots[layer].by_class[part])
             tokens = tokens.scatter(-1, free.to(tokens.device)[..., None], conversation.count)

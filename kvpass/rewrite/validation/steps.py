@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import op_table, shapes, walk
-from kvpass.fx.walk import value
+from kvpass.fx.walk import example_value
 from kvpass.lowering.formats import EncodedVectors
 from kvpass.rewrite.computed_keys import join_heads, split_heads
 from kvpass.rewrite.validation.conversation import Conversation, ConversationPlan, StepCase
@@ -93,13 +93,13 @@ def _first_plans(step: StepCase) -> Iterator[ConversationPlan]:
 
 def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
     """Yield conversations around the constants of a graph, with evicted tokens, inner padding, and other ids."""
-    queries, constants = step.queries, length_constants(step.dynamo_gm.graph)
+    query_len, constants = step.query_len, length_constants(step.dynamo_gm.graph)
     lengths = [number + 2 for number in constants]
-    lengths += [number - queries for number in constants[:1]]
+    lengths += [number - query_len for number in constants[:1]]
     lengths = [count for count in dict.fromkeys(lengths) if 1 < count != first.count and _fits(step, count)]
-    lengths = [count for count in lengths if count + queries <= _most_tokens(step)]
+    lengths = [count for count in lengths if count + query_len <= _most_tokens(step)]
     for count in sorted(lengths, reverse=True)[:MAX_LENGTHS]:
-        yield ConversationPlan(count, _tokens_of_interest(constants, count, queries), has_gap=True)
+        yield ConversationPlan(count, _tokens_of_interest(constants, count, query_len), has_gap=True)
     short = min(first.count, _capacity(step))
     if _fits(step, short) and short > 1:
         yield ConversationPlan(short, has_gap=True)
@@ -110,10 +110,10 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
 
 def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
     """Yield conversations at the beginning of a block, where a query may see no cached key."""
-    renumbers = step.stores_raw_keys or any(layout.policy.renumbers for layout in step.call.layouts)
+    renumbers = step.stores_unrotated_keys or any(layout.policy.renumbers for layout in step.call.layouts)
     for number in length_constants(step.dynamo_gm.graph)[:MAX_BLOCKS]:
         for count, dropped in ((number, 0), (number + 2, 2)):
-            if count + step.queries <= _most_tokens(step) and _fits(step, count) and not (renumbers and dropped):
+            if count + step.query_len <= _most_tokens(step) and _fits(step, count) and not (renumbers and dropped):
                 yield ConversationPlan(count, pads_left=False, dropped=dropped)
     short = min(first.count, _capacity(step))
     for count in (short - 1, short):  # one of these begins a block of two
@@ -131,17 +131,17 @@ def _most_tokens(step: StepCase) -> float:
     return math.inf if is_on_cpu else max(step.call.length, smallest_table(step.dynamo_gm.graph))
 
 
-def _tokens_of_interest(constants: list[int], count: int, queries: int) -> tuple[int, ...]:
+def _tokens_of_interest(constants: list[int], count: int, query_len: int) -> tuple[int, ...]:
     """Return the tokens that constants refer to, counted from the first or from the new tokens."""
-    tokens = [token for number in constants for token in (number, count - number, count + queries - 1 - number)]
+    tokens = [token for number in constants for token in (number, count - number, count + query_len - 1 - number)]
     return tuple(token for token in tokens if 0 <= token < count)
 
 
 def _has_ids(step: StepCase) -> bool:
     others = {*step.padding_inputs.values(), *(index for pair in step.pasts for index in pair)}
     inputs = [node for i, node in enumerate(walk.placeholders(step.dynamo_gm.graph)) if i not in others]
-    ids = [node for node in inputs if walk.is_tensor(node) and not value(node).is_floating_point()]
-    return any(step.call.sizes.growing_dims(value(node)) for node in ids)
+    ids = [node for node in inputs if walk.is_tensor(node) and not example_value(node).is_floating_point()]
+    return any(step.call.sizes.growing_dims(example_value(node)) for node in ids)
 
 
 def _capacity(step: StepCase) -> int:
@@ -157,12 +157,12 @@ def _fits(step: StepCase, count: int) -> bool:
     If cached tokens are renumbered, all must be cached.  If layers store their last tokens only, there must be enough
     to fill their windows.  A sparse index must select all keys, as it does on the slots.
     """
-    renumbers = step.stores_raw_keys or any(layout.policy.renumbers for layout in step.call.layouts)
+    renumbers = step.stores_unrotated_keys or any(layout.policy.renumbers for layout in step.call.layouts)
     if renumbers and count > _capacity(step):
         return False
     if count < max((window for window in step.context.windows if window is not None), default=1):
         return False
-    if count + step.queries > step.most_keys:
+    if count + step.query_len > step.most_keys:
         return False
     return count == step.call.length or _serves(step, count)
 
@@ -170,7 +170,7 @@ def _fits(step: StepCase, count: int) -> bool:
 def _serves(step: StepCase, count: int) -> bool:
     """Return whether Dynamo's guards allow `count` tokens in every past that is wholly cached."""
     sites = [site for site, window in zip(step.call.sites, step.context.windows, strict=True) if window is None]
-    lengths = [value(past).shape[2] for site in sites for past in site.pasts]
+    lengths = [example_value(past).shape[2] for site in sites for past in site.pasts]
     symbols = {symbol for length in lengths for symbol in shapes.expr(length).free_symbols}
     known = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
     violated = any(guard.xreplace(known) == sympy.false for guard in shapes.guards(step.dynamo_gm.graph))
@@ -184,7 +184,9 @@ def _inputs_serve(step: StepCase, count: int) -> bool:
     An input that marks padding has an entry for each token.  If its size is a number, the graph serves one length.
     """
     placeholders, pasts = walk.placeholders(step.dynamo_gm.graph), {index for pair in step.pasts for index in pair}
-    if not all(step.call.sizes.grows(value(placeholders[index]).shape[-1]) for index in step.padding_inputs.values()):
+    if not all(
+        step.call.sizes.grows(example_value(placeholders[index]).shape[-1]) for index in step.padding_inputs.values()
+    ):
         return False
     for index, (node, argument) in enumerate(zip(placeholders, step.call.arguments, strict=True)):
         growing = [] if index in pasts else [p for p in shapes.pairs(node, argument) if step.call.sizes.grows(p[0])]
@@ -200,7 +202,7 @@ def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -
         step.call.canonical_gm,
         step.call.sites,
         conversation.argument,
-        step.queries,
+        step.query_len,
         conversation.plan.label,
         last,
     )
@@ -241,7 +243,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
             problem = "attention to the slots is not attention to the cache"
             visits[context.attention.replaced[node.name]] = lockstep.at_call(site, node, problem, padded)
         pairs = [(rewritten.query, site.query), (rewritten.key, site.key), (rewritten.value, site.value)]
-        if not step.stores_raw_keys or bool(conversation.valid.all()):
+        if not step.stores_unrotated_keys or bool(conversation.valid.all()):
             visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
     try:
         end = None if lockstep.last_call is None else context.attention.replaced[lockstep.last_call.name]

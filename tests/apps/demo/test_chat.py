@@ -50,7 +50,7 @@ class Scripted:
 def test_each_turn_feeds_what_the_template_adds_and_ends_an_answer_that_was_cut_off() -> None:
     loop, ticks = Scripted([[1, 2, END], [3, 4, 5, 6], [1, END]]), list[int]()
     session: Any = SimpleNamespace(
-        subject=SimpleNamespace(tokenizer=Words(), model=None), loop=loop, tick=ticks.append,
+        loaded=SimpleNamespace(tokenizer=Words(), model=None), loop=loop, tick=ticks.append,
         encode=lambda text: [int(word) for word in text.split()],
     )  # fmt: skip
     turns = list(chat.talk(session, 4, ("10", "11", "12")))

@@ -119,7 +119,7 @@ def test_without_the_checkpoint_the_bundled_models_are_shown(
 
 @pytest.mark.slow
 def test_the_bundled_models_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_subject", lambda settings: (run.load(None), True))
+    monkeypatch.setattr(run, "_load_model", lambda settings: (run.load(None), True))
     run.main(DemoSettings(policies=("window",), parts=("retrieval",), budget=128, out=tmp_path, inner="eager"))
     window, full = table(tmp_path, "retrieval")
     assert list(full.values())[1:] == [1.0] * 6

@@ -90,7 +90,7 @@ def test_losses_are_those_of_the_tokens() -> None:
 def test_the_full_model_runs_once_for_each_batch_that_fits() -> None:
     """Check a limit that fits the logits of one of two equal batches."""
     found, calls = session("window", 8), []
-    plain = ModelCall.of(found.subject.model)
+    plain = ModelCall.of(found.loaded.model)
     counted = dataclasses.replace(plain, call=lambda *given, **named: calls.append(1) or plain.call(*given, **named))
     full = FullPredictions(counted)
     full.LIMIT = 20 * 128 * 4  # type: ignore[misc]  # bytes of 20 tokens' logits over 128 words in float32
@@ -122,7 +122,7 @@ def test_rows_are_means_over_documents_by_hand(monkeypatch: pytest.MonkeyPatch) 
         torch.full((2, 5), 1.5),
     )
     stub: Any = SimpleNamespace(
-        texts={"a": [5] * 20}, subject=SimpleNamespace(bos=0), feed="chunk", slots=lambda tokens: 2,
+        texts={"a": [5] * 20}, loaded=SimpleNamespace(bos=0), feed="chunk", slots=lambda tokens: 2,
         agree=lambda contexts, continuations: scores,
     )  # fmt: skip
     measure = AgreementMeasure(documents=2, tokens=6, batch=2, edges=(0, 2))

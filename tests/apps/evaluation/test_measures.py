@@ -59,9 +59,9 @@ class Standing(Session):
 
 
 def session(texts: dict[str, list[int]], feed: Feed = "token", tokenizer: Any = None, **more: Any) -> Standing:
-    subject = LoadedModel("stub", None, tokenizer or SimpleNamespace(bos_token_id=BOS, eos_token_id=1), None, False)
+    loaded = LoadedModel("stub", None, tokenizer or SimpleNamespace(bos_token_id=BOS, eos_token_id=1), None, False)
     loop: Any = SimpleNamespace(device=torch.device("cpu"))
-    return Standing(subject, loop, texts, feed, None, **more)
+    return Standing(loaded, loop, texts, feed, None, **more)
 
 
 def test_each_file_is_scored_from_an_empty_cache() -> None:

@@ -61,10 +61,10 @@ def test_pairs_that_do_not_fit_the_text_are_refused(tokens, length, message):
 
 def test_a_measure_needs_no_context_manager():
     """Check that the bundled model recalls cached tokens, and none that a window evicted."""
-    subject = load_memory()
-    loop = DecodeLoop(subject.model, "window", budget=64, prefill_chunk=32, inner="eager")
-    text = [token for each in subject.encode(corpus.read(corpus.held_out_files())[:2]) for token in each]
-    session = Session(subject, loop, {"a": text}, "chunk", 32, 64)
+    loaded = load_memory()
+    loop = DecodeLoop(loaded.model, "window", budget=64, prefill_chunk=32, inner="eager")
+    text = [token for each in loaded.encode(corpus.read(corpus.held_out_files())[:2]) for token in each]
+    session = Session(loaded, loop, {"a": text}, "chunk", 32, 64)
     near, far = recall.RecallMeasure((16, 200), trials=4).rows(session)
     assert (near["distance"], near["pairs"], near["tokens"]) == (16, 1.0, 1.0)
     assert far["pairs"] == 0.0

@@ -35,7 +35,7 @@ class Reader(Session):
 
     def answer_to(self, turns: Turns, count: int) -> str:
         self.turns.append(turns)
-        return self.reads(self.subject.tokenizer.decode([token for turn in turns for token in turn]))
+        return self.reads(self.loaded.tokenizer.decode([token for turn in turns for token in turn]))
 
 
 @pytest.fixture(scope="module")

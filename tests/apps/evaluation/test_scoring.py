@@ -18,7 +18,7 @@ CONTINUATIONS = [[9, 12], [99, 98, 97, 96, 95], [33, 34, 35]]
 BATCH = ScoringBatch.of(CONTEXTS, CONTINUATIONS, torch.device("cpu"))
 
 
-def caller(**backend: Any) -> tuple[Any, ModelCall]:
+def model_call(**backend: Any) -> tuple[Any, ModelCall]:
     model = build("Llama", layers=1)
     return model, ModelCall.of(torch.compile(model, backend=kvpass.backend(inner="eager", **backend)))
 
@@ -46,7 +46,7 @@ def test_continuations_begin_at_one_column() -> None:
     [pytest.param(None, "token", marks=pytest.mark.slow), (4, "token"), (4, "chunk"), (None, "whole")],
 )
 def test_nothing_evicted_is_the_uncompiled_model(chunk: int | None, feed: Feed) -> None:
-    model, call = caller(policy="full")
+    model, call = model_call(policy="full")
     found = score(call, BATCH, chunk, feed)
     for row, (context, continuation) in enumerate(zip(CONTEXTS, CONTINUATIONS, strict=True)):
         mine = found.log_likelihoods[row, : len(continuation)]
@@ -55,7 +55,7 @@ def test_nothing_evicted_is_the_uncompiled_model(chunk: int | None, feed: Feed) 
 
 
 def test_a_token_is_predicted_from_what_a_decode_step_would_have_held() -> None:
-    model, call = caller(policy="h2o", budget=0.5)
+    model, call = model_call(policy="h2o", budget=0.5)
     context, continuation = CONTEXTS[0], CONTINUATIONS[1]
     found = score(call, ScoringBatch.of([context], [continuation], torch.device("cpu")), None)
     ids = torch.tensor([[*context, *continuation]])
@@ -71,7 +71,7 @@ def test_a_token_is_predicted_from_what_a_decode_step_would_have_held() -> None:
 
 @pytest.mark.slow
 def test_a_row_is_scored_as_alone() -> None:
-    _, call = caller(policy="streaming", budget=6)
+    _, call = model_call(policy="streaming", budget=6)
     together = score(call, BATCH, None).rows()
     for row in range(3):
         alone = score(call, ScoringBatch.of([CONTEXTS[row]], [CONTINUATIONS[row]], torch.device("cpu")), None)
@@ -80,7 +80,7 @@ def test_a_row_is_scored_as_alone() -> None:
 
 @pytest.mark.slow
 def test_greedy_is_what_greedy_decoding_says() -> None:
-    model, call = caller(policy="full")
+    model, call = model_call(policy="full")
     context = torch.tensor([CONTEXTS[0]])
     said = model.generate(context, max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)[0, 11:].tolist()
     other = [*said[:2], (said[2] + 1) % 128]
@@ -90,7 +90,7 @@ def test_greedy_is_what_greedy_decoding_says() -> None:
 
 @pytest.mark.slow
 def test_no_length_is_compiled_for_itself() -> None:
-    _, call = caller(policy="h2o", budget=8)
+    _, call = model_call(policy="h2o", budget=8)
 
     def scored(context: int, continuation: int) -> None:
         batch = ScoringBatch.of([[5] * context, [6] * 3], [[7] * continuation, [8]], torch.device("cpu"))
@@ -105,7 +105,7 @@ def test_no_length_is_compiled_for_itself() -> None:
 
 
 def test_invalid_scoring_requests_are_refused() -> None:
-    _, call = caller(policy="full")
+    _, call = model_call(policy="full")
     with pytest.raises(PolicyError, match="context"):
         ScoringBatch.of([[1], []], [[2], [3]], torch.device("cpu"))
     with pytest.raises(PolicyError, match="chunk"):

@@ -107,9 +107,9 @@ class Running:
 @contextlib.contextmanager
 def serving(warm: bool = True, loop: Any = None, **settings: Any) -> Iterator[Running]:
     """Start a server of a model, and end it as after a signal."""
-    subject = model()
-    loop = loop or OddLoop(subject, **HOW, rows=ROWS, read_interval=4)
-    loaded = models.LoadedModel(NAME, subject, tokenizer(), 512, False)
+    loaded = model()
+    loop = loop or OddLoop(loaded, **HOW, rows=ROWS, read_interval=4)
+    loaded = models.LoadedModel(NAME, loaded, tokenizer(), 512, False)
     service = Service(loaded, NAME, loop, ROWS, ServeSettings(**{"context": 512, **settings}))
     service.warms = warm
     server = uvicorn.Server(uvicorn.Config(create_app(service), port=0, log_level="warning", lifespan="on"))

@@ -124,7 +124,7 @@ def test_rows_that_are_moved_to_another_kind_of_device_lie_as_they_do_there(kv_d
 
 
 def test_slots_move_keys_and_values_by_their_format() -> None:
-    here = dataclasses.replace(layout("int8", 64), stores_raw_keys=True)
+    here = dataclasses.replace(layout("int8", 64), stores_unrotated_keys=True)
     slots = Slots.empty(here)
     with mock.patch.object(EncodedVectors, "to_device", autospec=True, side_effect=EncodedVectors.to_device) as moved:
         slots.map_tensors(torch.clone)

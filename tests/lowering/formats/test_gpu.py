@@ -23,7 +23,7 @@ kinds = pytest.mark.parametrize(
 def emission(name: str, kv_dtype: KVDtype) -> Emission:
     positions = None if name == "streaming" else "absolute"  # streaming rotates keys at read
     steps = recorded(name, torch.float16, (1,) * STEPS, kv_dtype=kv_dtype, positions=positions)
-    return cuda_emission.emit(next(step for step in steps if step.queries == 1 and not step.compact))
+    return cuda_emission.emit(next(step for step in steps if step.query_len == 1 and not step.compact))
 
 
 def codes(stored: Tensor) -> list[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.capture import capture
-from kvpass.lowering.formats.base import Parts
+from kvpass.lowering.formats.base import StoredTensors
 from kvpass.lowering.formats.integers import Int8
 from kvpass.runtime.recorder import Recorder
 from tests.models import build
@@ -32,7 +32,7 @@ def test_a_format_that_multiplies_wrongly_is_refused(monkeypatch: pytest.MonkeyP
     """Break a product of the format, which no comparison of plain rows with the model would show."""
     right = Int8.weighted_sum
 
-    def wrong(self: Int8, probs: Tensor, parts: Parts, dtype: Any) -> Tensor:
+    def wrong(self: Int8, probs: Tensor, parts: StoredTensors, dtype: Any) -> Tensor:
         return right(self, probs, (parts[0], parts[1] * 3), dtype)
 
     monkeypatch.setattr(Int8, "weighted_sum", wrong)

@@ -60,10 +60,10 @@ def test_layers_of_two_kinds() -> None:
 @pytest.mark.slow
 def test_layers_of_which_each_has_a_scale_of_its_own_are_compiled_whole() -> None:
     config = transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=3, n_head=4, n_positions=512)
-    alike = steps_of(transformers.GPT2LMHeadModel(config).eval(), "h2o", [9, 1])[0]
+    gpt2 = steps_of(transformers.GPT2LMHeadModel(config).eval(), "h2o", [9, 1])[0]
     config.scale_attn_by_inverse_layer_idx = True
     scaled = steps_of(transformers.GPT2LMHeadModel(config).eval(), "h2o", [9, 1])[0]
-    assert bodies(split(alike, readers_of_slots(alike))) == [0, 1, 1, 1, 2]
+    assert bodies(split(gpt2, readers_of_slots(gpt2))) == [0, 1, 1, 1, 2]
     assert split(scaled, readers_of_slots(scaled)) == []
 
 
@@ -191,12 +191,12 @@ def test_one_alike_size_may_replace_another() -> None:
 
     Segments that use both differ from those that use one, and other sizes differ from both.
     """
-    sizes = symbolic_shapes.SymbolicSizes([5, 6, 7], set(), alike=(0, 1))
+    sizes = symbolic_shapes.SymbolicSizes([5, 6, 7], set(), exchangeable=(0, 1))
     one, other, third = (sizes.size(symbol) for symbol in sizes.symbols)
     segment = whole(lambda x, y: x.sum() + y.sum())
 
     def key(*shape: Any) -> Any:
-        return segment.key([sizes.like(part, None) for part in shape], sizes.alike)
+        return segment.key([sizes.like(part, None) for part in shape], sizes.exchangeable)
 
     assert key((2, one), (one,)) == key((2, other), (other,))
     assert key((2, one), (other,)) != key((2, other), (one,))

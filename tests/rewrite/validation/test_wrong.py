@@ -21,7 +21,7 @@ from kvpass.cache import chunk_step
 from kvpass.cache import step as layer_step
 from kvpass.capture import canonical, capture
 from kvpass.fx import walk
-from kvpass.rewrite.mask_slice import MaskSlice
+from kvpass.rewrite.mask_subgraph import MaskSubgraph
 from kvpass.rewrite.passes import attention, positions, signature
 from kvpass.runtime.recorder import Recorder
 from tests.adversary.models import DIM, Small, heads, keys, logits, plain, sdpa, seen
@@ -83,8 +83,8 @@ def changed_site(**change: Any) -> Patch:
 
 
 def mask_of_the_next_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = MaskSlice.on_slots
-    monkeypatch.setattr(MaskSlice, "on_slots", lambda self, index, *rest: right(self, index + 1, *rest))
+    right = MaskSubgraph.on_slots
+    monkeypatch.setattr(MaskSubgraph, "on_slots", lambda self, index, *rest: right(self, index + 1, *rest))
 
 
 def replace_mask(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
@@ -112,7 +112,7 @@ def query_heads_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_later(made: fx.Node) -> fx.Node:
     with made.graph.inserting_after(made):
         later = made.graph.call_function(operator.add, (made, 1))
-    later.meta["example_value"] = walk.value(made)
+    later.meta["example_value"] = walk.example_value(made)
     return later
 
 
@@ -192,12 +192,12 @@ def test_a_window_that_is_wrong_behind_64_tokens_is_refused(monkeypatch: pytest.
     """Check that the conversation is longer than the constant 64 and than the slots."""
     model = Small(sdpa(lambda i, j: ((j <= i) & (j > i - 64))[None, None]))
     assert not refused(model)
-    right = MaskSlice.on_slots
+    right = MaskSubgraph.on_slots
 
-    def wrong(self: MaskSlice, index: Tensor, *rest: Any) -> Tensor:
+    def wrong(self: MaskSubgraph, index: Tensor, *rest: Any) -> Tensor:
         return right(self, torch.where((index > 0) & (index < 8), index + 1, index), *rest)
 
-    monkeypatch.setattr(MaskSlice, "on_slots", wrong)
+    monkeypatch.setattr(MaskSubgraph, "on_slots", wrong)
     assert refused(model)
 
 

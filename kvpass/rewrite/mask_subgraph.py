@@ -18,9 +18,9 @@ from kvpass.capture import sparse_index
 from kvpass.capture.key_axis import KeyAxis, MaskContext
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, splicing, walk
-from kvpass.fx.shapes import Sizes, expr
-from kvpass.fx.splicing import Slice
-from kvpass.fx.walk import value
+from kvpass.fx.shapes import SizeResolver, expr
+from kvpass.fx.splicing import Subgraph
+from kvpass.fx.walk import example_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,34 +48,34 @@ class PerTokenInput:
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskSlice:
+class MaskSubgraph:
     """A mask that is computed from a key's index and the entries of the key's token.
 
     Attributes:
-        slice: inputs are the key's index [1], counted from the first key that the model stores, the number of real
+        subgraph: inputs are the key's index [1], counted from the first key that the model stores, the number of real
             tokens up to it [1, 1], then one tensor for each of `padding`, `entries` and `key_features`.
         padding: inputs that only mark padding; cached tokens are real.
         entries: the other tensors from which it reads an entry for each token.
-        host_inputs: nodes that read all tokens together, such as the amount of padding in a row; the slice binds them.
+        host_inputs: nodes that read all tokens together, such as the amount of padding in a row; `subgraph` binds them.
         key_features: tensors that it reads from the key's stored vectors, see `kvpass.rewrite.computed_keys`.
-        queries: q.
+        query_len: q.
         shifted: the model counts keys from the first that it stores; the first node is the index of that key.
         nodes: the nodes that it reads for a layer.
     """
 
-    slice: Slice
+    subgraph: Subgraph
     padding: tuple[PerTokenInput, ...]
     entries: tuple[PerTokenInput, ...]
     host_inputs: tuple[fx.Node, ...]
     key_features: tuple[fx.Node, ...]
-    queries: Any
+    query_len: Any
     shifted: bool
     nodes: list[fx.Node] = dataclasses.field(default_factory=list)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for slices of the same graph that compute the same function of the same entries."""
-        return (self.slice.key, self.padding, self.entries, self.shifted)
+        """Equal for subgraphs of the same graph that compute the same function of the same entries."""
+        return (self.subgraph.key, self.padding, self.entries, self.shifted)
 
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], key_features: list[Tensor]
@@ -91,14 +91,14 @@ class MaskSlice:
         start, count = int(self.shifted), len(self.entries)
         first = tensors[0] if self.shifted else 0
         length, inputs, bound = tensors[start], tensors[start + 1 :][:count], tensors[start + 1 + count :]
-        entries = [_entries_of_slots(x, index, length, self.queries) for x in inputs]
-        valid = [torch.ones(p.shape, dtype=value(p.node).dtype, device=index.device) for p in self.padding]
+        entries = [_entries_of_slots(x, index, length, self.query_len) for x in inputs]
+        valid = [torch.ones(p.shape, dtype=example_value(p.node).dtype, device=index.device) for p in self.padding]
 
         def mask_of_slot(index: Tensor, position: Tensor, *values: Tensor) -> Tensor:
             index = index.clamp(min=0)[None]  # free slots look up something too
             own_entries = [x.unsqueeze(entry.axis) for entry, x in zip(self.entries, values[:count], strict=True)]
             inputs = (index - first, position[None, None] + 1, *valid, *own_entries, *values[count:])
-            mask: Tensor = self.slice.run(*inputs, *bound)
+            mask: Tensor = self.subgraph.run(*inputs, *bound)
             if mask.shape[-1] != 1:
                 columns = f"{mask.shape[-1]} columns: the model fixes the number of keys"
                 raise UnsupportedGraph(f"the mask of one key has {columns}")
@@ -110,14 +110,14 @@ class MaskSlice:
         return _own_masks(masks, heads).movedim(2, -1)  # from [B, H', N, b, h, q]
 
 
-def _entries_of_slots(entries: Tensor, index: Tensor, length: Tensor, queries: int) -> Tensor:
+def _entries_of_slots(entries: Tensor, index: Tensor, length: Tensor, query_len: int) -> Tensor:
     """Select the entries of slots [B, H', N, ...] among those [B, H', C + q, ...].
 
     A chunk is attended to besides the slots, N = C + q.  A single token is written to one of them, N = C.
     """
     if index.shape[-1] == entries.shape[2]:
         return entries
-    cached, new = entries[:, :, :-queries], entries[:, :, -queries:]
+    cached, new = entries[:, :, :-query_len], entries[:, :, -query_len:]
     is_new = (index == length).view(*index.shape, *[1] * (entries.ndim - 3))
     return torch.where(is_new, new, cached)
 
@@ -140,7 +140,7 @@ def _own_masks(masks: Tensor, heads: int) -> Tensor:
     return masks.diagonal(0, 1, 3).movedim(-1, 1)
 
 
-def cut_mask(step_gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskContext) -> MaskSlice:
+def cut_mask(step_gm: fx.GraphModule, mask: fx.Node, sizes: SizeResolver, context: MaskContext) -> MaskSubgraph:
     """Cut the mask out as a function of the key index and of the entries of the key's token.
 
     Raises:
@@ -148,15 +148,15 @@ def cut_mask(step_gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: Mask
     """
     sparse_indices = sparse_index.sparse_indices(mask)
     subgraph = walk.ancestors(mask, [*context.stored, context.length, *(each.node for each in sparse_indices)])
-    index_nodes, memory = [*context.key_indices, *context.inputs], alias.AliasSets(step_gm.graph)
-    dependent = alias.dependents(subgraph, index_nodes, memory)
-    check_not_overwritten(dependent, subgraph - set(context.inputs), mask, memory)
+    index_nodes, alias_sets = [*context.key_indices, *context.inputs], alias.AliasSets(step_gm.graph)
+    dependent = alias.dependents(subgraph, index_nodes, alias_sets)
+    check_not_overwritten(dependent, subgraph - set(context.inputs), mask, alias_sets)
     key_features = _key_features(step_gm.graph, mask, context.stored, index_nodes)
     cutter = _KeyCutter(step_gm, sizes, context, subgraph, key_features, sparse_indices)
-    mask_slice = cutter.cut(mask)
-    padding = tuple(cutter.entry_of(node, value(node).ndim - 1) for node in cutter.padding)
+    mask_subgraph = cutter.cut(mask)
+    padding = tuple(cutter.entry_of(node, example_value(node).ndim - 1) for node in cutter.padding)
     parts = (tuple(cutter.entries), tuple(cutter.host_inputs), tuple(key_features))
-    return MaskSlice(mask_slice, padding, *parts, queries=sizes.queries, shifted=context.window is not None)
+    return MaskSubgraph(mask_subgraph, padding, *parts, query_len=sizes.query_len, shifted=context.window is not None)
 
 
 def _key_features(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_nodes: list[fx.Node]) -> list[fx.Node]:
@@ -169,21 +169,23 @@ def _key_features(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_n
     ]
 
 
-def check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.Node, memory: alias.AliasSets) -> None:
+def check_not_overwritten(
+    moved: set[fx.Node], behind: set[fx.Node], result: fx.Node, alias_sets: alias.AliasSets
+) -> None:
     """Refuse in-place writes that a copy of a subgraph would miss.
 
     Args:
         moved: the nodes that are copied.
         behind: all nodes that the result is computed from.
-        memory: that of the graph.
+        alias_sets: those of the graph.
 
     Raises:
         UnsupportedGraph: a node writes to the memory of `moved`, or after `result` to the memory of `behind`.
     """
-    for writer in (alias.overwriting_node(moved, memory), alias.overwriting_node(behind, memory, result)):
+    for writer in (alias.overwriting_node(moved, alias_sets), alias.overwriting_node(behind, alias_sets, result)):
         if writer is not None:
             raise UnsupportedGraph(
-                f"{walk.source_line(writer)}: {walk.name_of(writer)!r} writes in place to what an attention mask "
+                f"{walk.source_line(writer)}: {walk.target_name(writer)!r} writes in place to what an attention mask "
                 "or a rotary embedding is computed from, and such a computation cannot be moved onto slots"
             )
 
@@ -198,26 +200,28 @@ class _KeyCutter:
     def __init__(
         self,
         step_gm: fx.GraphModule,
-        sizes: Sizes,
+        sizes: SizeResolver,
         context: MaskContext,
         subgraph: set[fx.Node],
         key_features: list[fx.Node],
         sparse_indices: list[sparse_index.SparseIndex],
     ) -> None:
         self.step_gm, self.sizes, self.context = step_gm, sizes, context
-        self.totals = {expr(value(node).shape[2]) for node in context.stored}
+        self.totals = {expr(example_value(node).shape[2]) for node in context.stored}
         self.graph = fx.Graph()
         index, self.count = self.roots = (self.graph.placeholder("index"), self.graph.placeholder("count"))
         self.key_features = key_features
-        self.env: dict[fx.Node, Any] = {node: self._index_in(value(node).dtype, index) for node in context.key_indices}
+        self.env: dict[fx.Node, Any] = {
+            node: self._index_in(example_value(node).dtype, index) for node in context.key_indices
+        }
         self.padding, self.entries = [n for n in context.padding if n in subgraph], list[PerTokenInput]()
         self.env.update({node: self.graph.placeholder(node.name) for node in [*self.padding, *key_features]})
         self.env.update({each.node: sparse_index.select_all(each, self.graph) for each in sparse_indices})
         axes = {
-            node: next(d for d, size in enumerate(value(node).shape) if expr(size) in self.totals)
+            node: next(d for d, size in enumerate(example_value(node).shape) if expr(size) in self.totals)
             for node in key_features
         }
-        axes |= {each.node: value(each.node).ndim - 1 for each in sparse_indices}
+        axes |= {each.node: example_value(each.node).ndim - 1 for each in sparse_indices}
         self.axes = KeyAxis(step_gm.graph, subgraph, sizes, context, axes)
         self.on_features = set(key_features) | alias.dependents(subgraph, [*key_features, *context.stored])
         self.bound, self.host_inputs = list[fx.Node](), list[fx.Node]()
@@ -226,14 +230,14 @@ class _KeyCutter:
         """Return the key index in the dtype in which the model counts keys, which may round it."""
         return index if dtype == torch.int64 else self.graph.call_method("to", (index, dtype))
 
-    def cut(self, mask: fx.Node) -> Slice:
+    def cut(self, mask: fx.Node) -> Subgraph:
         self.graph.output(self.copy(mask))
-        axis = self.axes.of(mask).axis
-        if axis is not None and axis != value(mask).ndim - 1:
+        axis = self.axes.follow(mask).axis
+        if axis is not None and axis != example_value(mask).ndim - 1:
             self._refuse(mask, "the keys are not the mask's last dimension")
         inputs = [*self.padding, *(entry.node for entry in self.entries), *self.key_features, *self.bound]
         splicing.put_first(self.graph, [*self.roots, *(self.env[node] for node in inputs)])
-        return Slice(fx.GraphModule(self.step_gm, self.graph), tuple(self.bound))
+        return Subgraph(fx.GraphModule(self.step_gm, self.graph), tuple(self.bound))
 
     def copy(self, node: fx.Node) -> Any:
         """Return the node's copy for one key; each node is copied once."""
@@ -244,11 +248,11 @@ class _KeyCutter:
     def _copy_node(self, node: fx.Node) -> Any:
         if walk.is_size(node):
             return 1 if self._counts_keys(node) else self._number_or_bound(node)
-        if isinstance(value(node), torch.Size):
-            return tuple(self._size(node, size) for size in value(node))
-        axis_fact = self.axes.of(node)
-        if op_table.known_name(node) == "cumsum" and self._counts_valid(node):
-            return self._index_in(value(node).dtype, self.count)
+        if isinstance(example_value(node), torch.Size):
+            return tuple(self._size(node, size) for size in example_value(node))
+        axis_fact = self.axes.follow(node)
+        if op_table.operator_name(node) == "cumsum" and self._counts_valid(node):
+            return self._index_in(example_value(node).dtype, self.count)
         if axis_fact.dependence == "independent":
             return self._bind(node)
         if node in self.context.inputs:
@@ -265,22 +269,24 @@ class _KeyCutter:
 
     def _has_key_count(self, node: fx.Node) -> bool:
         """Return whether a node is the number of keys, or a shape with it."""
-        sizes = [node] if walk.is_size(node) else value(node) if isinstance(value(node), torch.Size) else ()
+        sizes = (
+            [node] if walk.is_size(node) else example_value(node) if isinstance(example_value(node), torch.Size) else ()
+        )
         return any(map(self._counts_keys, sizes))
 
     def _size(self, node: fx.Node, size: Any) -> int:
         """Return one of the sizes of a shape, for one key."""
         if self._counts_keys(size):
             return 1
-        fixed = None if self.sizes.grows(size) else self.sizes.fixed_size(size)
+        fixed = None if self.sizes.grows(size) else self.sizes.resolved_size(size)
         if not isinstance(fixed, int):
             self._refuse(node, "the mask depends on a shape that is not a number")
         return fixed
 
     def _number_or_bound(self, node: fx.Node) -> Any:
         if self.sizes.grows(node):
-            self._refuse(node, f"the mask uses the cache's length as a size, {value(node)}")
-        number = self.sizes.fixed_size(node)
+            self._refuse(node, f"the mask uses the cache's length as a size, {example_value(node)}")
+        number = self.sizes.resolved_size(node)
         return number if isinstance(number, int) else self._bind(node)
 
     def _bind(self, node: fx.Node) -> fx.Node:
@@ -293,26 +299,28 @@ class _KeyCutter:
         return self.graph.placeholder(node.name)
 
     def entry_of(self, node: fx.Node, axis: int) -> PerTokenInput:
-        shape = tuple(1 if d == axis else self._fixed_size(node, size) for d, size in enumerate(value(node).shape))
+        shape = tuple(
+            1 if d == axis else self._fixed_size(node, size) for d, size in enumerate(example_value(node).shape)
+        )
         return PerTokenInput(node, axis, shape)
 
     def _fixed_size(self, node: fx.Node, size: Any) -> Any:
         if self.sizes.grows(size):
             self._refuse(node, "a tensor grows with the cache along more than one dimension")
-        return self.sizes.fixed_size(size)
+        return self.sizes.resolved_size(size)
 
     def _precompute(self, node: fx.Node, axis: int | None) -> fx.Node:
         """Precompute a node on the host, from the arguments of the call."""
         if node.op == "placeholder":
             self._refuse(node, f"the mask is computed from {node.name!r}, which grows and has no entry for each token")
-        problem = f"the attention mask is computed by {walk.name_of(node)!r}, not proven to treat keys one by one"
+        problem = f"the attention mask is computed by {walk.target_name(node)!r}, not proven to treat keys one by one"
         if node in self.on_features:
             self._refuse(node, f"{problem}, from cached vectors")
         if axis is not None:
             if self.context.window is not None:
                 self._refuse(node, f"{problem}, in a layer that stores its last tokens only")
             return self._entry(node, axis)
-        if self.sizes.growing_dims(value(node)) or self.context.window is not None:
+        if self.sizes.growing_dims(example_value(node)) or self.context.window is not None:
             self._refuse(node, problem)
         self.host_inputs.append(node)
         return self._bind(node)
@@ -321,8 +329,8 @@ class _KeyCutter:
         raise UnsupportedGraph(f"{walk.source_line(node)}: {why}")
 
     def _copy_sliced(self, node: fx.Node, by_own_index: bool) -> fx.Node:
-        base, is_item = node.args[0], walk.name_of(node) == "getitem"
-        if is_item and isinstance(base, fx.Node) and self.axes.of(base).dependence == "padded":
+        base, is_item = node.args[0], walk.target_name(node) == "getitem"
+        if is_item and isinstance(base, fx.Node) and self.axes.follow(base).dependence == "padded":
             return self._padded_lookup(node)
         for parent in node.all_input_nodes:
             if self._has_key_count(parent) and not op_table.uses_only_as_size(node, parent):
@@ -334,7 +342,7 @@ class _KeyCutter:
                 if parent is not base and self.axes.is_key_index(parent):
                     env[parent] = self.graph.call_function(torch.zeros_like, (self.env[parent],))
         copied = self.graph.node_copy(node, lambda parent: env[parent])
-        if walk.name_of(node) == "expand":
+        if walk.target_name(node) == "expand":
             copied.args = _expand_arguments(node, copied)
         return copied
 
@@ -345,12 +353,12 @@ class _KeyCutter:
         x, fill = arguments["input"], arguments.get("value")
         if arguments.get("mode", "constant") != "constant" or not isinstance(fill, (int, float, type(None))):
             self._refuse(node, "a tensor is padded with a value that is not a number")
-        if not isinstance(indices, tuple) or len(indices) != value(x).ndim or not walk.is_tensor(indices[-1]):
+        if not isinstance(indices, tuple) or len(indices) != example_value(x).ndim or not walk.is_tensor(indices[-1]):
             self._refuse(node, "a padded tensor is not indexed by the key index")
         if [*arguments["pad"][:1]] != [0] or any(arguments["pad"][2:]):
             self._refuse(node, "a tensor is padded elsewhere than at its end")
         *other_indices, last = (self.copy(p) if isinstance(p, fx.Node) else p for p in indices)
-        count = self.sizes.fixed_size(value(x).shape[-1])
+        count = self.sizes.resolved_size(example_value(x).shape[-1])
         end = count - 1
         if not isinstance(count, int):  # dynamic: read from the tensor
             count = self.graph.call_method("size", (self.copy(x), -1))
@@ -362,18 +370,18 @@ class _KeyCutter:
 
     def _counts_valid(self, node: fx.Node) -> bool:
         """Return whether a node counts the real tokens up to a key, by a running sum over padding marks."""
-        arguments, dtype = op_table.named_arguments(node), value(node).dtype
+        arguments, dtype = op_table.named_arguments(node), example_value(node).dtype
         if not op_table.counts_exactly(dtype):  # the sum is rounded on the way, so the model's own code computes it
             return False
-        column = walk.chain(arguments["input"], lambda each: op_table.is_a(each, "keeps"))[-1]
-        return column in self.padding and value(column).ndim == 2 and arguments.get("dim") in (-1, 1)
+        column = walk.chain(arguments["input"], lambda each: op_table.has_tag(each, "keeps"))[-1]
+        return column in self.padding and example_value(column).ndim == 2 and arguments.get("dim") in (-1, 1)
 
 
 def _expand_arguments(node: fx.Node, copied: fx.Node) -> tuple[Any, ...]:
     """Return the arguments of a copied expand, with -1 where nothing is expanded: the key dimension has size 1 here."""
     base, *sizes = copied.args
     sizes = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-    old_shape, new_shape = value(node.args[0]).shape, value(node).shape  # type: ignore[arg-type]
+    old_shape, new_shape = example_value(node.args[0]).shape, example_value(node).shape  # type: ignore[arg-type]
     added = len(new_shape) - len(old_shape)
     unchanged = [i >= added and expr(old_shape[i - added]) == expr(size) for i, size in enumerate(new_shape)]
     return (base, *(-1 if same else size for same, size in zip(unchanged, sizes, strict=True)))

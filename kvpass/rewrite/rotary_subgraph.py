@@ -21,12 +21,12 @@ from kvpass.capture.rotary import Rotary, find_rotary, tables_at
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, splicing, walk
 from kvpass.fx.precision import upcast
-from kvpass.fx.shapes import Sizes, expr
-from kvpass.fx.splicing import Slice
-from kvpass.fx.walk import value
+from kvpass.fx.shapes import SizeResolver, expr
+from kvpass.fx.splicing import Subgraph
+from kvpass.fx.walk import example_value
 from kvpass.lowering.attend import RotaryPairs, pairs_of, weights_of
 from kvpass.lowering.formats import Sections
-from kvpass.rewrite.mask_slice import check_not_overwritten
+from kvpass.rewrite.mask_subgraph import check_not_overwritten
 from kvpass.rewrite.sections import PaddedSections, SectionInterpreter
 from kvpass.torch_private import symbolic_shapes
 from kvpass.torch_private.inductor import materialize
@@ -36,7 +36,7 @@ Spec = tuple[tuple[Any, ...], torch.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
-class RotarySlice:
+class RotarySubgraph:
     """The rotary embedding as a function of the unrotated key and its position, in two parts.
 
     The first part, `angles`, depends on positions alone (cosines and sines, for example).  It is evaluated once for the
@@ -53,8 +53,8 @@ class RotarySlice:
         position_count: the number of positions in the tables in which the model looks up angles; None without tables.
     """
 
-    angles: Slice
-    rotate: Slice
+    angles: Subgraph
+    rotate: Subgraph
     position: tuple[Any, ...]
     angle_dtypes: tuple[torch.dtype, ...]
     angle_inputs: tuple[Spec, ...]
@@ -74,8 +74,8 @@ class RotarySlice:
     def shape(self) -> tuple[Any, ...]:  # [B, Hkv, q, D] of the keys
         return self.rotate_inputs[0][0]
 
-    def with_numbers(self) -> RotarySlice:
-        """Return the slice for this call alone, with numbers for dynamic sizes."""
+    def with_numbers(self) -> RotarySubgraph:
+        """Return the subgraph for this call alone, with numbers for dynamic sizes."""
 
         def numbers(spec: Spec) -> Spec:
             return tuple(map(symbolic_shapes.size_hint, spec[0])), spec[1]
@@ -84,8 +84,8 @@ class RotarySlice:
         angle_inputs, rotate_inputs = (tuple(map(numbers, specs)) for specs in (self.angle_inputs, self.rotate_inputs))
         return dataclasses.replace(self, position=position, angle_inputs=angle_inputs, rotate_inputs=rotate_inputs)
 
-    def without_nodes(self) -> RotarySlice:
-        """Return the slice without the nodes of the original graph, which would keep that graph alive."""
+    def without_nodes(self) -> RotarySubgraph:
+        """Return the subgraph without the nodes of the original graph, which would keep that graph alive."""
         angles, rotate = (dataclasses.replace(part, bound=()) for part in (self.angles, self.rotate))
         return dataclasses.replace(self, angles=angles, rotate=rotate)
 
@@ -143,8 +143,8 @@ class RotarySlice:
         rotated = torch.vmap(torch.vmap(lambda rank: slots(parts, rank)))(rank)
         return [_head_by_head(section.diagonal(0, 0, 2).movedim(-1, 0)) for section in rotated]
 
-    def narrowed(self, dims: Sequence[Sequence[int]] | None) -> RotarySlice:
-        """Return the slice for one row and query, given `broadcast_dims`."""
+    def narrowed(self, dims: Sequence[Sequence[int]] | None) -> RotarySubgraph:
+        """Return the subgraph for one row and query, given `broadcast_dims`."""
         if dims is None:
             return self
         one_key = ((1, self.shape[1], 1, self.shape[3]), self.rotate_inputs[0][1])
@@ -156,7 +156,7 @@ class RotarySlice:
         """Return the dimensions of each result of `angles` that one row and query need one entry of.
 
         Returns:
-            None if the slice is for one key already, or if random keys are not rotated independently.
+            None if the subgraph is for one key already, or if random keys are not rotated independently.
         """
         if expr(self.shape[0]) == expr(self.shape[2]) == 1:
             return None
@@ -227,19 +227,19 @@ class RotaryProbe:
         indices: the arguments that the rotation reads, besides positions.
     """
 
-    def __init__(self, canonical_gm: fx.GraphModule, sites: Sequence[AttentionSite], sizes: Sizes) -> None:
-        memory, holders = alias.AliasSets(canonical_gm.graph), walk.placeholders(canonical_gm.graph)
+    def __init__(self, canonical_gm: fx.GraphModule, sites: Sequence[AttentionSite], sizes: SizeResolver) -> None:
+        alias_sets, placeholders = alias.AliasSets(canonical_gm.graph), walk.placeholders(canonical_gm.graph)
         rotated = [(site, rotary) for site in sites if (rotary := find_rotary(site)) is not None]
-        cuts = {(cut.key, cut.bound): cut for cut in cut_rotaries(canonical_gm, rotated, sizes, memory)}
-        slices = [part for cut in cuts.values() for part in (cut.angles, cut.rotate)]
-        bound = [node for part in slices for node in part.bound]
-        read = alias.ancestors_with_writes(bound, memory=memory) if bound else set()
-        self.indices = [index for index, node in enumerate(holders) if node in read and walk.is_tensor(node)]
-        self._inputs, self._counts = splicing.extract(canonical_gm, bound), [len(part.bound) for part in slices]
+        cuts = {(cut.key, cut.bound): cut for cut in cut_rotaries(canonical_gm, rotated, sizes, alias_sets)}
+        subgraphs = [part for cut in cuts.values() for part in (cut.angles, cut.rotate)]
+        bound = [node for part in subgraphs for node in part.bound]
+        read = alias.ancestors_with_writes(bound, alias_sets=alias_sets) if bound else set()
+        self.indices = [index for index, node in enumerate(placeholders) if node in read and walk.is_tensor(node)]
+        self._inputs, self._counts = splicing.extract(canonical_gm, bound), [len(part.bound) for part in subgraphs]
         self._cuts = [cut.without_nodes() for cut in cuts.values()]
 
     def run(self, arguments: Sequence[Any], device: torch.device) -> Tensor | None:
-        """Return `RotarySlice.probe` of the distinct embeddings, or None without any."""
+        """Return `RotarySubgraph.probe` of the distinct embeddings, or None without any."""
         values = iter(self._inputs(*arguments))
         inputs = [list(itertools.islice(values, count)) for count in self._counts]
         found = zip(self._cuts, inputs[::2], inputs[1::2], strict=True)
@@ -278,30 +278,33 @@ def _is_close(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.allclose(x, y, rtol=tolerance, atol=tolerance * float(y.abs().max()))
 
 
-def _narrow_results(original: Slice, dims_of: Sequence[Sequence[int]]) -> Slice:
-    """Return a slice whose results keep only the first entry of some dimensions."""
+def _narrow_results(original: Subgraph, dims_of: Sequence[Sequence[int]]) -> Subgraph:
+    """Return a subgraph whose results keep only the first entry of some dimensions."""
     graph = fx.Graph()
     results = list(graph.graph_copy(original.module.graph, {}))  # type: ignore[arg-type]
     for i, dims in enumerate(dims_of):
         for d in dims:
             results[i] = graph.call_method("narrow", (results[i], d, 0, 1))
     graph.output(tuple(results))
-    return Slice(fx.GraphModule(original.module, graph), original.bound)
+    return Subgraph(fx.GraphModule(original.module, graph), original.bound)
 
 
 def cut_rotaries(
-    gm: fx.GraphModule, rotated: Iterable[tuple[AttentionSite, Rotary]], sizes: Sizes, memory: alias.AliasSets
-) -> list[RotarySlice]:
-    """Cut out the rotary embeddings of the keys of some sites; `memory` is that of the graph.
+    gm: fx.GraphModule,
+    rotated: Iterable[tuple[AttentionSite, Rotary]],
+    sizes: SizeResolver,
+    alias_sets: alias.AliasSets,
+) -> list[RotarySubgraph]:
+    """Cut out the rotary embeddings of the keys of some sites; `alias_sets` are those of the graph.
 
     Raises:
         UnsupportedGraph: an embedding uses the cache's length as a size, or a subgraph is overwritten in place.
     """
-    return for_one_key([_cut_rotary(gm, site, rotary, sizes, memory) for site, rotary in rotated])
+    return for_one_key([_cut_rotary(gm, site, rotary, sizes, alias_sets) for site, rotary in rotated])
 
 
-def for_one_key(cuts: Sequence[RotarySlice]) -> list[RotarySlice]:
-    """Return slices for one row and query if random keys are rotated independently, else as they are.
+def for_one_key(cuts: Sequence[RotarySubgraph]) -> list[RotarySubgraph]:
+    """Return subgraphs for one row and query if random keys are rotated independently, else as they are.
 
     Rotating all rows at the positions of each row costs the square of the rows, times the new tokens, unless a compiler
     removes the results that nothing reads.
@@ -311,37 +314,39 @@ def for_one_key(cuts: Sequence[RotarySlice]) -> list[RotarySlice]:
 
 
 def _cut_rotary(
-    gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: Sizes, memory: alias.AliasSets
-) -> RotarySlice:
+    gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: SizeResolver, alias_sets: alias.AliasSets
+) -> RotarySubgraph:
     def resolve(node: fx.Node) -> Any:
         if sizes.grows(node):
             line = walk.source_line(node)
-            raise UnsupportedGraph(f"{line}: the rotary embedding uses the cache's length, {value(node)}, as a size")
-        return sizes.fixed_size(node)
+            raise UnsupportedGraph(
+                f"{line}: the rotary embedding uses the cache's length, {example_value(node)}, as a size"
+            )
+        return sizes.resolved_size(node)
 
-    subgraph = alias.ancestors_with_writes([site.key], {rotary.raw}, memory=memory)
-    moved = alias.dependents(subgraph, [rotary.raw, rotary.position], memory)
-    check_not_overwritten(moved, subgraph, site.key, memory)
-    angles = _angles(subgraph, rotary, memory)
-    rotate_slice = splicing.cut(gm, [site.key], [rotary.raw, *angles], resolve, unpack=True, memory=memory)
-    angle_slice = splicing.cut(gm, angles, [rotary.position], resolve, memory=memory)
+    subgraph = alias.ancestors_with_writes([site.key], {rotary.raw}, alias_sets=alias_sets)
+    moved = alias.dependents(subgraph, [rotary.raw, rotary.position], alias_sets)
+    check_not_overwritten(moved, subgraph, site.key, alias_sets)
+    angles = _angles(subgraph, rotary, alias_sets)
+    rotate_slice = splicing.cut(gm, [site.key], [rotary.raw, *angles], resolve, unpack=True, alias_sets=alias_sets)
+    angle_slice = splicing.cut(gm, angles, [rotary.position], resolve, alias_sets=alias_sets)
     position, *angle_inputs = (_spec_of(node, sizes) for node in (rotary.position, *angle_slice.bound))
     rotate_inputs = tuple(_spec_of(node, sizes) for node in (rotary.raw, *rotate_slice.bound))
     found = tables_at(rotary.position, subgraph)
-    counts = [count for table, dim in found.items() if isinstance(count := value(table).shape[dim], int)]
-    dtypes, inputs = tuple(value(node).dtype for node in angles), (tuple(angle_inputs), rotate_inputs)
-    return RotarySlice(angle_slice, rotate_slice, position[0], dtypes, *inputs, min(counts, default=None))
+    counts = [count for table, dim in found.items() if isinstance(count := example_value(table).shape[dim], int)]
+    dtypes, inputs = tuple(example_value(node).dtype for node in angles), (tuple(angle_inputs), rotate_inputs)
+    return RotarySubgraph(angle_slice, rotate_slice, position[0], dtypes, *inputs, min(counts, default=None))
 
 
-def _spec_of(node: fx.Node, sizes: Sizes) -> Spec:
+def _spec_of(node: fx.Node, sizes: SizeResolver) -> Spec:
     if walk.is_size(node):
         return (), torch.int64
-    tensor = value(node)
-    return tuple(sizes.fixed_size(size) for size in tensor.shape), tensor.dtype
+    tensor = example_value(node)
+    return tuple(sizes.resolved_size(size) for size in tensor.shape), tensor.dtype
 
 
-def _angles(subgraph: set[fx.Node], rotary: Rotary, memory: alias.AliasSets) -> list[fx.Node]:
+def _angles(subgraph: set[fx.Node], rotary: Rotary, alias_sets: alias.AliasSets) -> list[fx.Node]:
     """Return the tensors of a rotation that depend on positions alone and with which the key is rotated."""
-    on_position = alias.dependents(subgraph, [rotary.position], memory)
-    on_key = alias.dependents(subgraph | {rotary.raw}, [rotary.raw], memory)
+    on_position = alias.dependents(subgraph, [rotary.position], alias_sets)
+    on_key = alias.dependents(subgraph | {rotary.raw}, [rotary.raw], alias_sets)
     return sorted(n for n in on_position - on_key if any(user in on_key for user in n.users))

@@ -11,10 +11,10 @@ import transformers
 from torch import Tensor
 
 import kvpass
-from kvpass.fx.splicing import Slice
+from kvpass.fx.splicing import Subgraph
 from kvpass.lowering.attend import RotaryPairs
 from kvpass.lowering.formats import Sections
-from kvpass.rewrite.rotary_slice import RotarySlice, for_one_key
+from kvpass.rewrite.rotary_subgraph import RotarySubgraph, for_one_key
 
 WIDTH = 12
 
@@ -24,17 +24,17 @@ def sliced(
     *bound: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
     rows: int = 2,
-    queries: int = 1,
-) -> RotarySlice:
+    query_len: int = 1,
+) -> RotarySubgraph:
     """Cut the model's rotation of keys [B, 3, q, 12] out of a graph."""
 
     def of_positions(position, inverse):
         phase = position[..., None] * torch.cat([inverse, inverse])
         return phase.cos()[:, None].to(dtype), phase.sin()[:, None].to(dtype)
 
-    slices = [Slice(torch.fx.symbolic_trace(function), ()) for function in (of_positions, rotate)]
-    likes = [(shape, dtype) for shape in ((rows, 3, queries, WIDTH), *bound)]
-    return RotarySlice(*slices, (rows, queries), (dtype, dtype), (((WIDTH // 2,), torch.float32),), tuple(likes))
+    slices = [Subgraph(torch.fx.symbolic_trace(function), ()) for function in (of_positions, rotate)]
+    likes = [(shape, dtype) for shape in ((rows, 3, query_len, WIDTH), *bound)]
+    return RotarySubgraph(*slices, (rows, query_len), (dtype, dtype), (((WIDTH // 2,), torch.float32),), tuple(likes))
 
 
 def llama(key, cos, sin):
@@ -69,7 +69,7 @@ def test_other_operations_after_the_embedding_have_no_pairs(rotate, bound, dtype
     assert sliced(rotate, *bound, dtype=dtype).pairs() is None
 
 
-def on_slots(rotary: RotarySlice, groups: int, *bound: Tensor) -> Tensor:
+def on_slots(rotary: RotarySubgraph, groups: int, *bound: Tensor) -> Tensor:
     """Rotate keys of 5 slots at random positions, which all heads may share: [B, 3, 5, 12]."""
     drawn = torch.Generator().manual_seed(1)
     rows = 4
@@ -82,7 +82,7 @@ def on_slots(rotary: RotarySlice, groups: int, *bound: Tensor) -> Tensor:
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_keys_rotated_for_one_row_and_query_are_those_rotated_for_all(queries, groups):
-    whole = sliced(llama, rows=4, queries=queries)
+    whole = sliced(llama, rows=4, query_len=queries)
     (alone,) = for_one_key([whole])
     assert alone.shape == (1, 3, 1, WIDTH)
     assert all(rows.shape == (7, 1, 1, 1, WIDTH) for rows in alone.table(7, [torch.ones(WIDTH // 2)], "cpu"))
@@ -92,7 +92,7 @@ def test_keys_rotated_for_one_row_and_query_are_those_rotated_for_all(queries, g
 
 def test_a_slice_for_one_key_includes_what_follows_the_embedding():
     scaled = sliced(lambda key, cos, sin, scale: llama(key, cos, sin) * scale, (3, 1, WIDTH), rows=4)
-    alone = for_one_key([sliced(normed, rows=4, queries=3), scaled, scaled])
+    alone = for_one_key([sliced(normed, rows=4, query_len=3), scaled, scaled])
     assert [cut.shape for cut in alone] == [(1, 3, 1, WIDTH)] * 3
     scale = torch.rand(3, 1, WIDTH)
     assert torch.equal(on_slots(alone[2], 3, scale), on_slots(scaled, 3, scale))
@@ -111,7 +111,7 @@ def test_a_slice_for_one_key_includes_what_follows_the_embedding():
     ids=["queries mix", "rows mix", "rows differ", "queries differ", "spelled out", "open"],
 )
 def test_keys_that_are_not_rotated_alone_are_rotated_for_all(rotate, bound):
-    whole = sliced(rotate, *bound, rows=4, queries=3)
+    whole = sliced(rotate, *bound, rows=4, query_len=3)
     assert for_one_key([whole]) == [whole]
 
 

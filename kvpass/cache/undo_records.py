@@ -19,8 +19,8 @@ AdmitAgain = Callable[[Any, int], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class PastCall:
-    """One call, and the state of a layer's cache before it.
+class UndoRecord:
+    """The state of a layer's cache before a call, and how to admit a part of its tokens again.
 
     Attributes:
         token_count: the number of its tokens.
@@ -35,48 +35,47 @@ class PastCall:
     state: dict[str, Any]
 
     @staticmethod
-    def on(cache: Any, token_count: int, snapshot: SlotSnapshot | None, repeat: AdmitAgain | None = None) -> PastCall:
+    def on(cache: Any, token_count: int, snapshot: SlotSnapshot | None, repeat: AdmitAgain | None = None) -> UndoRecord:
         """Return the record of a call on a layer's cache in its present state."""
         names = ("layout", "length", "clocks", "absent", "row_budgets")
-        return PastCall(token_count, snapshot, repeat, {name: getattr(cache, name) for name in names})
+        return UndoRecord(token_count, snapshot, repeat, {name: getattr(cache, name) for name in names})
 
     def undo(self, cache: Any) -> Any:
         """Return the cache as it was before the call."""
         slots = cache.slots if self.snapshot is None else self.snapshot.restore()
-        return dataclasses.replace(cache, slots=slots, calls=(), **self.state)
+        return dataclasses.replace(cache, slots=slots, undo_records=(), **self.state)
 
 
-Calls = tuple[PastCall, ...]
+UndoRecords = tuple[UndoRecord, ...]
 
 
-def append_call(calls: Calls, call: PastCall, max_tokens: int) -> Calls:
-    """Return the calls to remember after another one, so that up to `max_tokens` tokens can be cropped.
+def append_record(records: UndoRecords, last: UndoRecord, max_tokens: int) -> UndoRecords:
+    """Return the records to keep after a new call, enough to crop `max_tokens` tokens.
 
-    A prompt is then forgotten, because its record holds every token.  So are all calls before a chunk, which has its
-    own slots.
+    The record of a prompt is dropped, because it holds every token.  Records before a chunk are dropped, because a
+    chunk is admitted to other slots.
     """
-    if call.token_count > 1:
-        return (call,)
-    remembered = tuple(past for past in (*calls, call) if past.snapshot is not None)
-    while sum(past.token_count for past in remembered[1:]) >= max_tokens:
-        remembered = remembered[1:]
-    return remembered
+    if last.token_count > 1:
+        return (last,)
+    kept = tuple(record for record in (*records, last) if record.snapshot is not None)
+    while sum(record.token_count for record in kept[1:]) >= max_tokens:
+        kept = kept[1:]
+    return kept
 
 
-def check_croppable(calls: Sequence[PastCall], count: int, max_tokens: int) -> None:
+def check_croppable(records: Sequence[UndoRecord], count: int, max_tokens: int) -> None:
     """Raise CacheHandleError if fewer than `count` tokens can be cropped; `max_tokens` is the backend's `crop`."""
     # The first token of a prompt, which has no snapshot, stays.
-    croppable = min(max_tokens, sum(call.token_count - (call.snapshot is None) for call in calls))
+    croppable = min(max_tokens, sum(record.token_count - (record.snapshot is None) for record in records))
     if count <= croppable:
         return
     if not max_tokens:
-        reason = f"pass crop={count} to kvpass, which then remembers what the last tokens overwrote"
+        reason = f"pass crop={count} to kvpass, which then records what the last tokens overwrite"
     elif count > max_tokens:
-        reason = f"crop={max_tokens} remembers no more: pass crop={count}"
+        reason = f"crop={max_tokens} records no more: pass crop={count}"
     else:
         reason = (
-            "what came before is not remembered: a prompt keeps its first token and is remembered until the next call, "
-            "and nothing is from before a call of several tokens, from before rows were picked or copied, or from "
-            "before the cache was loaded"
+            "earlier tokens have no record: records begin at the last call of several tokens, at a selection or copy "
+            "of rows, or when the cache was loaded; a prompt can be cropped down to one token, until the next call"
         )
     raise CacheHandleError(f"{count} tokens of a cache were to be cropped, and {croppable} can be: {reason}")
