@@ -60,4 +60,4 @@ class CheckpointError(KVPassError):
 
 
 class KVPassWarning(UserWarning):
-    """A warning of kvpass: something differs from what was asked for, or was not tested."""
+    """A warning of kvpass: no bound, an untested version, a check left out, or slow code."""

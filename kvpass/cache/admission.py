@@ -278,7 +278,7 @@ def split_by_class(layout: Layout, results: Sequence[Tensor]) -> list[list[Tenso
 
 @dataclasses.dataclass(frozen=True)
 class TokensToAdmit:
-    """The tokens of a prompt or chunk, as they are stored, and what the policy reads of them.
+    """The tokens of a prompt or chunk in their stored form, with the statistics that the policy reads.
 
     Attributes:
         key, value: [B, Hkv, q, D] and [B, Hkv, q, Dv]; the keys as they are stored.

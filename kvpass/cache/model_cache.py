@@ -15,7 +15,7 @@ from kvpass.cache.layer_cache import CacheOwner, LayerCache
 
 
 def layers_of(cache: Any) -> Sequence[Any]:
-    """Return what a cache holds for each layer: members of its `layers`, or of the list or tuple itself."""
+    """Return the layer objects of a cache: its `layers`, or the items of a list or tuple."""
     decoder = getattr(cache, "self_attention_cache", cache)
     layers = getattr(decoder, "layers", decoder)
     return layers if isinstance(layers, (list, tuple)) else ()

@@ -141,7 +141,7 @@ class _CacheSearch:
             self.verdicts.append(Verdict(update, refusal=_UNREAD + reason))
 
     def _known_outputs(self) -> set[int]:
-        """Return the output indices of caches that were read, those of sparse indices among them."""
+        """Return the output indices of all caches that were read, scoring keys of sparse indices included."""
         indices = [index for reading in self.readings for index in sparse_index.sparse_indices(reading.call.mask)]
         returned = list(self.outputs)
         scoring_keys = [node for index in indices for node, _ in sparse_index.cached_scoring_keys(index, returned)]

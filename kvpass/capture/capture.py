@@ -201,7 +201,7 @@ def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> list[Attentio
 
 
 def _with_later_calls(first: AttentionSite, *later: AttentionSite) -> AttentionSite:
-    """Join the attention calls on one cache; if one reads what is computed from it, all are marked so."""
+    """Join the attention calls on one cache; mark all as `computed` if one reads keys or values computed from it."""
     computed = any(site.computed for site in (first, *later))
     shared_by = tuple(dataclasses.replace(site, computed=computed) for site in later)
     return dataclasses.replace(first, computed=computed, shared_by=shared_by)

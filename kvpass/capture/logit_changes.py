@@ -123,7 +123,7 @@ class LogitChanges:
         )
 
     def _rounding_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype to which a sum is rounded on the way to the softmax, which decides what it absorbs.
+        """Return the half-precision dtype to which a sum is cast before the softmax, else the sum's own dtype.
 
         A mask is in half precision if and only if the model's sums with it are; see `CachedAttention.unknown_queries`
         of `kvpass.cache.cached_attention`.

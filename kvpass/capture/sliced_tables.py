@@ -49,7 +49,7 @@ def index_sliced_tables(graph: fx.Graph, sites: Sequence[AttentionSite]) -> None
 
 
 def _sliced_dim(node: fx.Node, site: AttentionSite) -> int | None:
-    """Return the dimension of which a node takes q adjacent entries of a table; None if it does anything else."""
+    """Return the dimension along which a node slices q adjacent entries of a table; None for any other node."""
     if op_table.operator_name(node) != "getitem" or not is_tensor(node.args[0]):
         return None
     table, parts = node.args[0], op_table.subscript(node)

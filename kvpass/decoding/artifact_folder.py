@@ -80,7 +80,7 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path, wanted: str | None) -> dict[str, Any]:
-    """Return the manifest of an artifact whose files are as they were written."""
+    """Read a manifest, and check the digest of every file that it lists."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version, said, files = manifest["version"], manifest["digest"], manifest["files"]
@@ -156,7 +156,7 @@ class ExportFiles:
 
 
 def code_to_entry(run: Any, files: ExportFiles) -> dict[str, Any] | None:
-    """Return what a manifest has about linked segments or a whole graph; None if it cannot be exported."""
+    """Return the manifest entry for compiled code; None if the code cannot be exported."""
     linked, entries = isinstance(run, LinkedSegments), {}
     for name, segment in (run.runs if linked else {"run_0": run}).items():
         part = exported_code.export_code(segment)

@@ -370,7 +370,7 @@ def _check_processor(saved: Mapping[str, Any]) -> None:
     here = _processor_here()
     missing = sorted(set(saved["flags"]) - set(here["flags"]))
     if missing:
-        raise ArtifactError(f"was exported for a processor with {', '.join(missing[:6])}, which this one has not")
+        raise ArtifactError(f"was exported for a processor with {', '.join(missing[:6])}, which this processor lacks")
     if saved["threads"] != here["threads"]:
         raise ArtifactError(
             f"was exported for {saved['threads']} thread(s), and this process has {here['threads']}: call "

@@ -148,7 +148,7 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
 
 
 def _check_owner(loop: DecodeLoop | None, of_loop: bool) -> None:
-    """Raise CacheFileError unless what is to go on, a model or a loop, is what the file holds."""
+    """Raise CacheFileError for the file of a loop with a model, or the file of a model with a loop."""
     if loop is not None and loop.requests is not None:
         if of_loop:
             raise CacheFileError("it holds one conversation, and this DecodeLoop serves requests: leave out rows=")
@@ -273,7 +273,7 @@ class CacheObjectWriter:
 
 
 class CacheObjectReader:
-    """Makes a model's cache object anew: an empty one of the model, whose layers get what the file holds."""
+    """Rebuilds a model's cache object: makes an empty one, and fills its layers from the file."""
 
     def __init__(self, layers: list[LayerCache], tensors: Mapping[str, Tensor], model: torch.nn.Module) -> None:
         self.layers, self.tensors, self.model = layers, tensors, model

@@ -169,7 +169,7 @@ class DecodeLoop:
 
     @property
     def cache(self) -> Any:
-        """Current cache object of the model; None before the first prompt, or that of `branch`."""
+        """The model's current cache object; before the first prompt, the prefix of `branch` or None."""
         with self.lock:
             state = self.state if self.requests is None else self.requests.batch
             if state is None:

@@ -276,7 +276,7 @@ class RequestScheduler:
         return not self.rows or (self.loop.takes_positions and not alone)
 
     def _start(self, request: Request) -> tuple[Request, Iterator[Any], int]:
-        """Return the prefill of a request: the outputs for its chunks, which run as they are read, and their number."""
+        """Start a prefill: return the request, an iterator that runs its chunks, and their number."""
         request.begin()
         now = 0 if request.prefix is None else self._prefix_length(request.prefix)
         if now != request.prefix_length:

@@ -109,7 +109,7 @@ def _held_by(container: Any) -> Iterable[Any]:
 
 
 def _is_container(value: Any) -> bool:
-    """Return whether an object is a dictionary, list or set, or one of a user's class or of a configuration."""
+    """Return whether an object may hold state of a model: a container, a configuration, or one of a user's class."""
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return True
     ours = type(value).__module__.partition(".")[0] in ("kvpass", "torch", "functools")
@@ -292,7 +292,8 @@ class LoopState(DecodeState):
         ready: tokens that the host has read and not handed out.
         all_stopped: whether all conversations had stopped when the host read the tokens last.
         stopped_on_host: bool [B], the rows that had stopped then.
-        has_generated: whether tokens were asked for; the first token is no part of the conversation before that.
+        has_generated: whether `stream` or `generate` was called; until then the first token is no part of the
+            conversation.
     """
 
     def __init__(self, loop: LoopContext, cache: Any, mask: Tensor) -> None:

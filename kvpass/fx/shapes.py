@@ -39,7 +39,7 @@ def text(size: Any, renamed: Mapping[Any, Any]) -> str:
 
 
 def token_dim(shape: Sequence[Any], query_len: Any) -> int:
-    """Return the dimension of positions that counts the new tokens: the last of their number, or else the last.
+    """Return the dimension of positions that counts new tokens: the last one of size q, else the last one.
 
     The first of several dimensions counts rows, whose number may equal that of the new tokens.
     """

@@ -311,7 +311,7 @@ def is_faster(query: Tensor, masked: bool, summed: bool) -> bool:
 
 
 def start_builds(dtype: torch.dtype) -> threading.Thread:
-    """Start on what the C++ compiler has to do in any case while Dynamo still traces the first call.
+    """Build C++ libraries in a thread while Dynamo traces the first call.
 
     Before its first kernel Inductor compiles and loads a few small programs, to learn which vector instructions work.
     That takes about five seconds once for a cache folder, and half a second in later processes.  The thread's errors

@@ -61,7 +61,7 @@ class Weights:
         raise NotImplementedError
 
     def check(self, **found: object) -> None:
-        """Raise the class's error unless these facts, as found in a model, are those of the weights."""
+        """Raise the class's error if a fact about the model differs from the fact stored with the weights."""
         facts = self.model_facts()
         for name, value in found.items():
             if facts[name] != value:

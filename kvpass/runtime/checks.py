@@ -247,7 +247,7 @@ def _are_equal_rotations(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool
 def describe_wrong_mask(
     canonical_gm: fx.GraphModule, sites: Sequence[AttentionSite], arguments: Sequence[Any], tokens: int
 ) -> str | None:
-    """Describe what is wrong with an attention mask that does not have `tokens` columns; None if none is wrong.
+    """Describe an attention mask whose number of columns is not `tokens`; return None if all masks fit.
 
     An encoder's mask, which no self-attention reads, has columns of its own.
     """

@@ -64,7 +64,7 @@ def advance_counts(caches: list[LayerCache], query_len: int, clocks: Sequence[tu
 
 
 def clock_by_class(layout: Layout, clock: Clock, budget: int) -> list[tuple[Clock, int]]:
-    """Return the count, if any, and the budget of each class of heads; for equal heads those of the row."""
+    """Return the clock and budget of each class of heads, or of a whole row of equal heads."""
     return [(clock[i : i + 1], each.budget) for i, each in enumerate(layout.classes)] or [(clock, budget)]
 
 

@@ -197,9 +197,9 @@ class WatchedCall:
 
 
 def _is_part_of_trace(model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Return whether Dynamo traces this call into a graph of kvpass, or into one of another backend without a cache.
+    """Return whether Dynamo may trace this call into a graph: one of kvpass, or another backend's without a cache.
 
-    Elsewhere the graph that Dynamo traces breaks at the call.
+    Otherwise the traced graph breaks at the call.
     """
     if not dynamo.is_traced():
         return False

@@ -59,7 +59,7 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
             "attention that selects keys by an index": bool(graph.sparse_indices or graph.scoring_outputs),
             "weights that are constants of the graph": bool(graph.constants),
             "a policy that reads the layers' output projections": any(i is not None for i in graph.output_projections),
-            "a prompt whose tensors are kept": any(site.operands for site in graph.rewrite.outputs),
+            "crop above 0, which keeps the tensors of a prompt": any(site.operands for site in graph.rewrite.outputs),
         }
     )
     return dict(

@@ -277,7 +277,7 @@ def _are_as_known(kinds: tuple[Any, Any]) -> bool:
 
 
 def _equal_layers(layers: torch.nn.ModuleList) -> list[list[int]]:
-    """Return the indices of layers of one class, for each class of which there are several that take a cache."""
+    """Group the layers that take a cache by class; return the indices of each group of at least `LEAST_LAYERS`."""
     found: dict[type, list[int]] = {}
     for index, layer in enumerate(layers):
         if "forward" not in layer.__dict__ and model_access.cache_parameter(layer):

@@ -1,4 +1,4 @@
-"""Keep what was computed for the kinds of calls that came last, and drop the rest."""
+"""Provide a dictionary that drops its least recently used entries."""
 
 from __future__ import annotations
 

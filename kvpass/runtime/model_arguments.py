@@ -52,7 +52,7 @@ def with_dynamic_length(tokens: Tensor) -> Tensor:
 
 
 def with_dynamic_lengths(values: Sequence[Any], new_tokens: Any, cache: Any) -> tuple[Any, ...]:
-    """Return the arguments of a call, those of a prompt's or a chunk's length with dynamic lengths.
+    """Return the arguments of a call; each that is as long as the prompt or chunk gets a dynamic length.
 
     Otherwise the first prompt would be traced for its length alone, and the second for all lengths.  Graphs for GPUs
     stay static.

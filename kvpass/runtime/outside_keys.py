@@ -58,7 +58,7 @@ class GrowthCheck:
         """Compare an argument with those of earlier calls.
 
         Raises:
-            UnsupportedGraph: it is one of them and the new tokens.
+            UnsupportedGraph: it equals the keys of an earlier call plus the new tokens.
         """
         keys, dim, seen = arguments[each.index], each.dim, self._seen[each.index]
         count = keys.shape[dim]

@@ -44,7 +44,7 @@ def is_traced() -> bool:
 
 
 def is_exported() -> bool:
-    """Return whether torch.export records what this thread runs; torch's own flag is that of all threads.
+    """Return whether torch.export traces in this thread; torch's own flag covers the whole process.
 
     Without Dynamo it records by modes, which are of one thread.
     """
@@ -388,7 +388,7 @@ def _call_by_type(model: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
 
 
 def before_compilation(compiled: Any) -> Any:
-    """Return the model or function that torch.compile was applied to; anything else as it is."""
+    """Return the model or function behind a torch.compile wrapper; return any other object unchanged."""
     for name in ("_orig_mod", "_torchdynamo_orig_callable"):
         if (inner := getattr(compiled, name, None)) is not None:
             return before_compilation(inner)

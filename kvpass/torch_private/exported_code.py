@@ -64,7 +64,10 @@ def export_code(run: Any) -> ExportedCode | None:
 
 
 def _needed_statements(tree: ast.Module, given: set[str]) -> tuple[list[ast.stmt], set[str]]:
-    """Return the statements that `call` needs, in order, without those of `given` names, and the names left unbound."""
+    """Return, in order, the statements that `call` needs, and the names that they leave unbound.
+
+    Statements that bind `given` names are left out.
+    """
     bound = {name: statement for statement in tree.body for name in _bindings(statement) if name not in given}
     wanted, seen, kept = ["call"], set[str](), set[int]()
     while wanted:

@@ -163,8 +163,8 @@ _OF_TORCH = ("torch", "contextlib", "functools")
 def _is_outermost_frame() -> bool:
     """Return whether the frame that Dynamo compiles is the one that `Tracing.run` calls.
 
-    Between them are frames of torch alone.  After a graph break, and in a function that a function which Dynamo skips
-    calls, there are frames of the model, which have already run some of its code.
+    Between them are frames of torch alone.  A frame of the model in between means that its code has already run: after
+    a graph break, or below a function that Dynamo skips.
     """
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code is Tracing.run.__code__:
@@ -202,11 +202,11 @@ def without_breaks() -> contextlib.AbstractContextManager[Any]:
 def require_own_index(layer_idx: int | None) -> None:
     """Require, in a function that Dynamo traces, that a number is the index of the layer that is traced.
 
-    Dynamo guards on no number that is only handed on, so the number of a layer that reuses a trace may be any.  It is
-    the layer's own index if it is an unchanged attribute that holds each layer's index.
+    Dynamo does not guard on a number that a region only passes on, so a reused trace could get any layer's index.  The
+    number is accepted only if its source is an attribute that holds each layer's own index.
 
     Args:
-        layer_idx: the number; where nothing is traced it is not looked at.
+        layer_idx: the number; ignored outside of tracing.
 
     Raises:
         LayersDiffer: it is something else.  Dynamo wraps the error.

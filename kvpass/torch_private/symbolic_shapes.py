@@ -107,7 +107,7 @@ class AddedGuards:
 
 
 def _follows(guard: sympy.Expr, known: set[sympy.Expr]) -> bool:
-    """Return whether an equation follows from two inequalities, which are given by what is at most zero."""
+    """Return whether an equation follows from two inequalities; `known` has the expressions that are at most 0."""
     return isinstance(guard, sympy.Eq) and {guard.lhs - guard.rhs, guard.rhs - guard.lhs} <= known
 
 

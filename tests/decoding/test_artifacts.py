@@ -220,7 +220,7 @@ CHANGES: list[tuple[Change, str]] = [
     (lambda manifest: manifest["made_by"].update(torch="2.9.0"), "exported with torch 2.9.0, and this process has 2"),
     (lambda manifest: manifest["made_by"].update(kvpass="0"), r"kvpass 0, and this process has \S+ \([0-9a-f]{12}\)"),
     (lambda manifest: manifest["made_by"].update(python="cpython-37"), "exported with python cpython-37"),
-    (lambda manifest: manifest["processor"]["flags"].append("avx9"), "a processor with avx9, which this one has not"),
+    (lambda manifest: manifest["processor"]["flags"].append("avx9"), "with avx9, which this processor lacks"),
     (lambda manifest: manifest["processor"].update(vectors="VSX"), "a processor with vectors VSX, and this one has A"),
     (lambda manifest: manifest["processor"].update(threads=99), r"for 99 thread.*torch.set_num_threads\(99\) first"),
     (lambda manifest: manifest["model"]["config"].update(rms_norm_eps=1.0), "rms_norm_eps is 1e-06, not 1.0"),
