@@ -213,8 +213,8 @@ def test_a_loop_does_not_run_under_another_autocast(exported: tuple[Path, str]) 
 
 Change = Callable[[dict[str, Any]], object]
 CHANGES: list[tuple[Change, str]] = [
-    (lambda manifest: manifest.update(version=2), "by an older kvpass, in format 2, .* format 3: export it again"),
-    (lambda manifest: manifest.update(version=4), "by a newer kvpass, in format 4, .* reads format 3: update kvpass"),
+    (lambda manifest: manifest.update(version=3), "by an older kvpass, in format 3, .* format 4: export it again"),
+    (lambda manifest: manifest.update(version=5), "by a newer kvpass, in format 5, .* reads format 4: update kvpass"),
     (lambda manifest: manifest.update(version=None), "has the format version None, which no kvpass writes"),
     (lambda manifest: manifest.pop("version"), r"its manifest is damaged \(KeyError: 'version'\)"),
     (lambda manifest: manifest["made_by"].update(torch="2.9.0"), "exported with torch 2.9.0, and this process has 2"),

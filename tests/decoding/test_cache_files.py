@@ -116,7 +116,7 @@ def test_tokens_from_before_a_cache_was_loaded_cannot_be_cropped(model: Traced, 
         patch.setattr(dynamo, "backend_of", lambda _: chosen)
         kept, loaded = (kvpass.load_cache(path, under) for _ in range(2))
     expected, _ = talked(under, kept, [1, 3], mask, ids)
-    with pytest.raises(CacheHandleError, match=r"1 tokens .* 0 can be: .* or from before the cache was loaded"):
+    with pytest.raises(CacheHandleError, match=r"1 tokens .* 0 can be: .* or when the cache was loaded"):
         loaded.crop(-1)
     _, further = talked(under, loaded, [1, 1, 1], mask, ids)
     further.crop(-2)
@@ -325,8 +325,8 @@ def change_layer(header: dict[str, Any], layout: dict[str, Any] | None = None, *
 
 
 CHANGES: list[tuple[Change, str]] = [
-    (lambda header, _: header.update(version=2), "by an older kvpass, in format 2, .* reads format 3: run the text of"),
-    (lambda header, _: header.update(version=4), "by a newer kvpass, in format 4, .* reads format 3: update kvpass"),
+    (lambda header, _: header.update(version=3), "by an older kvpass, in format 3, .* reads format 4: run the text of"),
+    (lambda header, _: header.update(version=5), "by a newer kvpass, in format 5, .* reads format 4: update kvpass"),
     (lambda header, _: header.update(version="1"), "has the format version '1', which no kvpass writes"),
     (lambda header, _: header.pop("version"), r"its header cannot be read \(KeyError: 'version'\)"),
     (lambda header, _: header.pop("layers"), r"its header cannot be read \(KeyError"),
