@@ -93,7 +93,7 @@ class RequestBatch(DecodeState):
         self.stopped[row] = ended
         return first
 
-    def held_tokens(self, row: int) -> float:
+    def cached_tokens(self, row: int) -> float:
         """Return how many tokens a row's slots hold, the mean over layers and heads."""
         cached = [[(part.position[row] >= 0).sum() for part in layer.slots.by_class] for layer in self.caches]
         counts = [

@@ -60,7 +60,7 @@ class GenerationOutput:
             for a request that has not finished.
         error: the error message, if the status is `RequestStatus.FAILED`.
         cause: the exception that caused it, without a traceback.
-        held: the tokens in its slots at its end, the mean over layers and heads; None before its end, and for a request
+        cached_tokens: the tokens in its slots at its end, the mean over layers and heads; None before its end, and for a request
             that ended without a row.
         cache: its cache at its end, if `DecodeLoop.add` was to keep it; it has seen all tokens but the last one.
     """
@@ -72,7 +72,7 @@ class GenerationOutput:
     status: RequestStatus
     finish_reason: Reason | None = None
     error: str | None = None
-    held: float | None = None
+    cached_tokens: float | None = None
     cache: Any = None
     cause: Exception | None = None
 

@@ -246,7 +246,7 @@ class RequestScheduler:
         request = self.rows.pop(row)
         if self.batch is None:
             return
-        request.update(held=self.batch.held_tokens(row))
+        request.update(cached_tokens=self.batch.cached_tokens(row))
         if request.keep and request.output.status is RequestStatus.FINISHED:
             request.update(cache=self.batch.extract(row, request.seen_tokens))
         self.batch.stopped[row] = True  # steps leave a free row unchanged

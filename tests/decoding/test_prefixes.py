@@ -178,7 +178,7 @@ def test_a_kept_request_goes_on_as_a_conversation(given: dict[str, Any], model: 
         cache, tail = done[name].cache, expected[-1:]
         kept, here = kvpass.inspect(cache).layers[0], kvpass.inspect(single).layers[0]
         assert torch.equal(kept.positions, here.positions)
-        assert done[name].held == pytest.approx((kept.positions >= 0).sum().item() / kept.positions.shape[1])
+        assert done[name].cached_tokens == pytest.approx((kept.positions >= 0).sum().item() / kept.positions.shape[1])
         kvpass.save_cache(cache, tmp_path / "talk")
         cache = kvpass.load_cache(tmp_path / "talk", serving.compiled.call)
 

@@ -192,7 +192,7 @@ def test_a_row_holds_its_own_request_alone(served: Served) -> None:
         (scheduler, "caches_in"),
         (request_batch.RequestBatch, "insert"),
         (request_batch.RequestBatch, "advance"),
-        (request_batch.RequestBatch, "held_tokens"),
+        (request_batch.RequestBatch, "cached_tokens"),
     ],
 )
 def test_requests_go_on_after_an_interrupt(

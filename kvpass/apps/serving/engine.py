@@ -237,7 +237,7 @@ class Engine:
     def _count_cached_tokens(self) -> float:
         requests = self.loop.requests
         batch = None if requests is None else requests.batch
-        return 0.0 if requests is None or batch is None else sum(map(batch.held_tokens, requests.rows))
+        return 0.0 if requests is None or batch is None else sum(map(batch.cached_tokens, requests.rows))
 
     def _call_in_event_loop(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function in the event loop, if that still runs."""
@@ -266,9 +266,9 @@ class Engine:
     def _count(self, job: Job, output: GenerationOutput, now: float) -> None:
         self._seconds += 0.1 * (now - job.began - self._seconds)
         self.metrics.requests.labels(str(output.finish_reason)).inc()
-        if output.held is not None:
+        if output.cached_tokens is not None:
             seen = job.before + len(job.prompt) + len(output.generated_tokens) - 1
-            earlier, job.evicted = job.evicted, seen - output.held
+            earlier, job.evicted = job.evicted, seen - output.cached_tokens
             self.metrics.evicted.inc(max(0.0, job.evicted - earlier))
 
     def _end_all(self, jobs: Sequence[Job], error: ApiError) -> None:
