@@ -126,8 +126,9 @@ def _layout_of(entry: Mapping[str, Any], backend: CacheOwner, policy: Policy, de
     dtype = getattr(torch, str(entry["dtype"]), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CacheFileError(f"its dtype is {entry['dtype']!r}")
-    how: dict[str, Any] = dict(kv_dtype=backend.kv_dtype, crops=backend.crop > 0)
-    return Layout(policy=policy, dtype=dtype, device=device, **fields, **how)
+    return Layout(
+        policy=policy, dtype=dtype, device=device, kv_dtype=backend.kv_dtype, crops=backend.crop > 0, **fields
+    )
 
 
 def _read_count(entry: Mapping[str, Any], name: str) -> int:

@@ -227,8 +227,10 @@ class DecodeLoop:
             if len(seen) != len(mask):
                 raise CacheHandleError(f"a prompt of {len(mask)} rows behind a prefix of {len(seen)}")
             whole = torch.cat([seen, mask], 1)
-        given = (self.model_call, ids, whole, before, self.prefill_chunk)
-        out = last_of(prefill.run_chunks(*given, pinned=pinned, on_top=on_top))
+        chunks = prefill.run_chunks(
+            self.model_call, ids, whole, before, self.prefill_chunk, pinned=pinned, on_top=on_top
+        )
+        out = last_of(chunks)
         state = LoopState(self, model_access.cache_of_output(out), whole)
         state.choose(self.model_call.logits(out)[:, -1:])
         state.unread_count = 1

@@ -286,10 +286,10 @@ class RequestScheduler:
             )
         ids = torch.tensor([request.prompt], device=self.loop.device)
         mask = torch.ones(1, request.prefix_length + ids.shape[1], dtype=torch.int64, device=ids.device)
-        how = (self.loop.model_call, ids, mask, copy.deepcopy(request.prefix), self.loop.prefill_chunk)
-        pinned = None if request.pinned is None else request.pinned.to(self.loop.device)
-        result = run_chunks(*how, pinned=pinned, on_top=request.on_top)
-        return request, result, len(chunk_lengths(ids.shape[1], self.loop.prefill_chunk, not request.prefix_length))
+        pinned, size = None if request.pinned is None else request.pinned.to(self.loop.device), self.loop.prefill_chunk
+        prefix = copy.deepcopy(request.prefix)
+        chunks = run_chunks(self.loop.model_call, ids, mask, prefix, size, pinned=pinned, on_top=request.on_top)
+        return request, chunks, len(chunk_lengths(ids.shape[1], size, not request.prefix_length))
 
     def _retry(self, requests: Sequence[Request], error: Exception) -> None:
         """Restart requests, ahead of the queue, after a step with all of them has failed.

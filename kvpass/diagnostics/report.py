@@ -110,9 +110,15 @@ def explain(
                 error = str(raised)
         interval = chosen.policy.held_between_compactions(chosen.budget)
         notes = (*recorder.notes, *([interval] if interval else []))
-        found = (tuple(recorder.graphs), tuple(recorder.sites), notes, error)
-        programs = tuple(recorder.programs)
-        return ExplainReport(*found, tuple(recorder.passes), programs, spent[0] if timings else None)
+        return ExplainReport(
+            graphs=tuple(recorder.graphs),
+            sites=tuple(recorder.sites),
+            notes=notes,
+            error=error,
+            passes=tuple(recorder.passes),
+            programs=tuple(recorder.programs),
+            timings=spent[0] if timings else None,
+        )
 
     return run
 

@@ -326,10 +326,11 @@ class PromptRunner:
         if outputs.operands:
             operands: list[Any] = [None if index is None else results[index] for index in outputs.operands]
             query, attended, mask, sink_logit = operands
-            how = (site.causal, site.scale, site.cap, sink_logit)
-            statistics_operands = [
-                StatisticsOperands(query, attended, mask, *how, heads=key.shape[1], sharding=site.sharding)
-            ]
+            given = StatisticsOperands(
+                query, attended, mask, site.causal, site.scale, site.cap, sink_logit, heads=key.shape[1],
+                sharding=site.sharding,
+            )  # fmt: skip
+            statistics_operands.append(given)
         index = self.graph.output_projections[i]
         by_head = None if index is None else output_weight_by_head(traced[index], key.shape[1], value.shape[3])
         return PromptLayer(
