@@ -60,8 +60,8 @@ class GenerationOutput:
             for a request that has not finished.
         error: the error message, if the status is `RequestStatus.FAILED`.
         cause: the exception that caused it, without a traceback.
-        cached_tokens: the tokens in its slots at its end, the mean over layers and heads; None before its end, and for a request
-            that ended without a row.
+        cached_tokens: the tokens in its slots at its end, the mean over layers and heads; None before its end, and for
+            a request that ended without a row.
         cache: its cache at its end, if `DecodeLoop.add` was to keep it; it has seen all tokens but the last one.
     """
 
