@@ -185,7 +185,11 @@ def fails(*_: Any, **__: Any) -> Any:
     raise Odd("of a new kind")
 
 
-READERS = ["kvpass.capture.cache_search.find", "kvpass.runtime.prompts.rewrite_prompt", "kvpass.rewrite.masks.Masks.for_site"]
+READERS = [
+    "kvpass.capture.cache_search.find",
+    "kvpass.runtime.prompts.rewrite_prompt",
+    "kvpass.rewrite.masks.Masks.for_site",
+]
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -55,7 +55,7 @@ def runs(here: Any, settings: Settings) -> dict[str, Run]:
     """Return a model's outputs and cached tokens under each of several settings."""
     made, traced = {}, Traced(here)
     for name, given in settings.items():
-        run = teacher_forced(traced, *tokens(), STEPS, inner="eager", **given)
+        run = teacher_forced(traced, *tokens(), STEPS, **{"inner": "eager", **given})
         made[name] = Run(run.logits, run.positions, None)
     return made
 

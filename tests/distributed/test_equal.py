@@ -51,11 +51,16 @@ def test_shared_and_seeded_choices_equal_those_of_one_process(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_every_policy_as_transformers_spreads_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "inner"),
+    [pytest.param([*EVERY], "eager", id="all"), pytest.param(["tova {}"], "inductor", id="compiled")],
+)
+def test_policies_as_transformers_spreads_a_model(tmp_path: Path, names: list[str], inner: str) -> None:
     from tests.distributed.processes import model, runs, work
 
-    one = runs(model("Llama"), EVERY)
-    torch.multiprocessing.spawn(work, (RANKS, "Llama", EVERY, str(tmp_path)), nprocs=RANKS)
+    one = runs(model("Llama"), {name: EVERY[name] for name in names})
+    several_settings = {name: {**EVERY[name], "inner": inner} for name in names}
+    torch.multiprocessing.spawn(work, (RANKS, "Llama", several_settings, str(tmp_path)), nprocs=RANKS)
     for rank in range(RANKS):
         several: dict[str, Run] = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         for name, run in several.items():
