@@ -186,10 +186,8 @@ def fails(*_: Any, **__: Any) -> Any:
 
 
 READERS = [
-    "kvpass.capture.cache_search.find",
-    "kvpass.runtime.prompts.rewrite_prompt",
-    "kvpass.rewrite.masks.Masks.for_site",
-]
+    "kvpass.capture.cache_search.find", "kvpass.runtime.prompts.rewrite_prompt", "kvpass.rewrite.masks.Masks.for_site",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -51,10 +51,7 @@ def test_shared_and_seeded_choices_equal_those_of_one_process(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "inner"),
-    [pytest.param([*EVERY], "eager", id="all"), pytest.param(["tova {}"], "inductor", id="compiled")],
-)
+@pytest.mark.parametrize(("names", "inner"), [([*EVERY], "eager"), (["tova {}"], "inductor")], ids=["all", "compiled"])
 def test_policies_as_transformers_spreads_a_model(tmp_path: Path, names: list[str], inner: str) -> None:
     from tests.distributed.processes import model, runs, work
 
