@@ -94,7 +94,7 @@ def service_of(parsed: argparse.Namespace) -> Service:
     )
     service = Service(loaded, parsed.name or Path(loaded.name).name, loop, parsed.rows, serve_settings)
     if parsed.artifact is not None and not isinstance(loop, artifacts.LoadedLoop):
-        service.engine.prepare = functools.partial(artifacts.export_loop, loop, parsed.artifact)
+        service.prepare = functools.partial(artifacts.export_loop, loop, parsed.artifact)
     return service
 
 

@@ -74,7 +74,6 @@ class Engine:
         ready: whether the loop has compiled what it needs.
         failure: the error that ended the thread; None while it runs.
         on_failure: called in the event loop when the thread has ended with an error.
-        prepare: called in the thread first, in place of the loop's `warm`, to compile what the loop needs.
     """
 
     def __init__(self, loop: DecodeLoop, rows: int, waiting: int, metrics: Metrics) -> None:
@@ -82,7 +81,6 @@ class Engine:
         self.ready = False
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        self.prepare: Callable[[], object] | None = None
         self.jobs: dict[str, Job] = {}  # of the event loop, until their last output
         self._added: dict[str, Job] = {}  # of the thread
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -96,9 +94,9 @@ class Engine:
 
     # -- in the event loop -------------------------------------------------------------------------------------------
 
-    def start(self, warm: bool) -> None:
-        """Start the thread, which with `warm` compiles first; called in the running event loop."""
-        self._events, self._warm = asyncio.get_running_loop(), warm
+    def start(self, prepare: Callable[[], object]) -> None:
+        """Start the thread, which calls `prepare` first to compile; called in the running event loop."""
+        self._events, self._prepare = asyncio.get_running_loop(), prepare
         self._thread.start()
 
     @property
@@ -161,8 +159,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            if self._warm:
-                (self.prepare or self.loop.warm)()
+            self._prepare()
             self.ready = True
             while not self._stopped.is_set():
                 self._run_commands()

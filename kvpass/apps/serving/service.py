@@ -57,7 +57,7 @@ class Service:
     Attributes:
         name: the name of the model in requests.
         draining: says whether the server is shutting down.
-        warms: whether the engine compiles before the first request comes.
+        prepare: compiles what the loop needs before the first request comes; the loop's `warm` by default.
     """
 
     def __init__(self, loaded: LoadedModel, name: str, loop: DecodeLoop, rows: int, settings: ServeSettings) -> None:
@@ -72,12 +72,12 @@ class Service:
         self.metrics.watch_conversations(lambda: len(store), lambda: store.in_memory, lambda: store.nbytes)
         self.ends = stop_tokens(loaded.model, loaded.tokenizer)
         self.draining: Callable[[], bool] = lambda: False
-        self.warms = True
+        self.prepare: Callable[[], object] = loop.warm
         self._created = int(time.time())
 
     async def start(self) -> None:
         """Start the engine, which compiles first."""
-        self.engine.start(self.warms)
+        self.engine.start(self.prepare)
 
     async def stop(self) -> None:
         """Stop the engine, and save the conversations if the settings name a folder."""

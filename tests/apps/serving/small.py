@@ -107,11 +107,12 @@ class Running:
 @contextlib.contextmanager
 def serving(warm: bool = True, loop: Any = None, **settings: Any) -> Iterator[Running]:
     """Start a server of a model, and end it as after a signal."""
-    loaded = model()
-    loop = loop or OddLoop(loaded, **HOW, rows=ROWS, read_interval=4)
-    loaded = models.LoadedModel(NAME, loaded, tokenizer(), 512, False)
+    small = model()
+    loop = loop or OddLoop(small, **HOW, rows=ROWS, read_interval=4)
+    loaded = models.LoadedModel(NAME, small, tokenizer(), 512, False)
     service = Service(loaded, NAME, loop, ROWS, ServeSettings(**{"context": 512, **settings}))
-    service.warms = warm
+    if not warm:
+        service.prepare = lambda: None
     server = uvicorn.Server(uvicorn.Config(create_app(service), port=0, log_level="warning", lifespan="on"))
     service.draining = lambda: server.should_exit
     thread = threading.Thread(target=server.run)

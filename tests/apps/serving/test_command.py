@@ -24,11 +24,6 @@ def service(*arguments: str) -> Service:
     return service_of(cli.parser().parse_args(["serve", str(models.BUNDLED), "--inner", "eager", *arguments]))
 
 
-def prepare(made: Service) -> None:
-    """Compile or load what the engine of a service needs, as its thread does first."""
-    (made.engine.prepare or made.engine.loop.warm)()
-
-
 def test_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "three")
     made = service(
@@ -58,7 +53,7 @@ def test_a_folder_that_is_no_artifact_is_refused_before_anything_is_compiled(tmp
     (tmp_path / "other").write_text("text")
     made = service("--artifact", str(tmp_path), "--inner", "inductor")
     with pytest.raises(ArtifactError, match=f"{tmp_path}: is there, and is no artifact"):
-        prepare(made)
+        made.prepare()
     assert (tmp_path / "other").read_text() == "text"
 
 
@@ -70,7 +65,7 @@ def test_a_server_loads_what_the_one_before_it_has_compiled(tmp_path: Path, capl
     answers: list[list[list[int]]] = []
     for _ in range(2):
         made = service(*options, "--budget", "32")
-        prepare(made)
+        made.prepare()
         loop = made.engine.loop
         done = list(loop.generate_batch(prompts, max_new_tokens=20, keep=True).values())
         if not answers:
