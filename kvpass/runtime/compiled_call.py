@@ -87,8 +87,8 @@ class CompiledCall:
         Raises:
             UnsupportedGraph: kvpass does not support the kind of cache, or the model ran uncompiled.
         """
-        if self.call is not None and _is_part_of_trace(self.model, arguments, named):
-            return self.call(*arguments, **named)
+        if _is_part_of_trace(self.model, arguments, named):
+            return dynamo.uncompiled_call(self.model)(*arguments, **named)
         return dynamo.untraced(CompiledCall.run)(self, arguments, named)
 
     def run(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
