@@ -248,6 +248,9 @@ def _refuse_batches(*_: Any, **__: Any) -> Any:
 
 def compile_module(model: torch.nn.Module, backend: Any, strict: bool, regions: LayerRegions) -> CompiledCall:
     """Compile one module in place and return its caller; `regions` are those of the model's layers."""
+    forward = model.__dict__.get("forward")
+    if dynamo.backend_of(forward) is not None:  # compiled by itself, it would run under its own backend
+        model.__dict__["forward"] = dynamo.before_compilation(forward)
     model.compile(backend=backend)
     caller = CompiledCall(dynamo.compiled_call(model), strict, model, backend, regions)
     install_caller(model, caller)

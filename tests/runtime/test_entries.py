@@ -281,6 +281,15 @@ def test_what_torch_compile_returns_is_compiled_inside() -> None:
         assert bounded(wrapped(prompt(1, 12, ())[0]).past_key_values)
 
 
+@pytest.mark.parametrize("before", [dict(backend="eager", fullgraph=True), dict(backend=kvpass.backend(**POLICY))])
+def test_a_forward_that_was_compiled_before_gives_way(before: dict[str, Any]) -> None:
+    model = tiny()
+    model.forward = torch.compile(model.forward, **before)
+    kvpass.compile(model, **{**POLICY, "budget": 6})
+    for called in (model, copy.deepcopy(model)):
+        assert kvpass.inspect(generate(called).past_key_values).layers[0].capacity == 7
+
+
 def test_a_backend_is_pickled_as_its_settings() -> None:
     chosen = kvpass.backend("d2o", budget=8, inner="eager", crop=0, options={"max_autotune": False})
     assert pickle.loads(pickle.dumps(chosen)) == chosen
