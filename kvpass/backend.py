@@ -335,14 +335,14 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
             raises UnsupportedGraph.
 
     Returns:
-        The model itself.
+        The model itself; that in a wrapper of torch.compile.
 
     Raises:
         PolicyError: an unknown policy or option, or an invalid value.
         BudgetError: a budget that the policy cannot work with.
         UnsupportedGraph: torch.compile is disabled, and `strict` is true.
     """
-    chosen = backend(policy, **settings)
+    chosen, model = backend(policy, **settings), dynamo.before_compilation(model)
     compile_in_place(model, chosen, chosen.strict)
     chosen.start_builds(model)
     return model

@@ -87,8 +87,8 @@ class CompiledCall:
         Raises:
             UnsupportedGraph: kvpass does not support the kind of cache, or the model ran uncompiled.
         """
-        if self.call is not None and _is_part_of_trace(self.model, arguments, named):
-            return self.call(*arguments, **named)
+        if _is_part_of_trace(self.model, arguments, named):
+            return dynamo.uncompiled_call(self.model)(*arguments, **named)
         return dynamo.untraced(CompiledCall.run)(self, arguments, named)
 
     def run(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -248,6 +248,9 @@ def _refuse_batches(*_: Any, **__: Any) -> Any:
 
 def compile_module(model: torch.nn.Module, backend: Any, strict: bool, regions: LayerRegions) -> CompiledCall:
     """Compile one module in place and return its caller; `regions` are those of the model's layers."""
+    forward = model.__dict__.get("forward")
+    if dynamo.backend_of(forward) is not None:  # compiled by itself, it would run under its own backend
+        model.__dict__["forward"] = dynamo.before_compilation(forward)
     model.compile(backend=backend)
     caller = CompiledCall(dynamo.compiled_call(model), strict, model, backend, regions)
     install_caller(model, caller)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import kvpass
 from kvpass.capture import rotary
 from tests.lowering.layer_dedup.test_segments import Recorder
+from tests.models import build, prompt, teacher_forced
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -99,3 +100,14 @@ def test_a_query_that_other_positions_change_too_is_refused(change: Any) -> None
 )
 def test_a_query_that_the_positions_of_the_key_change_is_accepted(change: Any) -> None:
     run(change)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_key_that_is_rotated_in_float32_is_cached_in_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    (ids, mask), model = prompt(2, 12, (2, 0)), build("Cohere", dtype, layers=1)
+    how: dict[str, Any] = dict(policy="streaming", budget=64, positions="cache", inner="eager")
+    run = teacher_forced(model, ids, mask, [9, 1, 2], **how)
+    assert run.cache.layers[0].keys.dtype == dtype
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    torch.testing.assert_close(run.logits[mask.bool()], expected[mask.bool()], atol=0.01, rtol=0.02)

@@ -272,6 +272,24 @@ def test_a_model_that_is_compiled_again_is_what_it_was_compiled_to_last() -> Non
     assert not bounded(generate(model).past_key_values)
 
 
+def test_what_torch_compile_returns_is_compiled_inside() -> None:
+    wrapped = torch.compile(tiny(), backend="eager")
+    model = kvpass.compile(wrapped, **POLICY)
+    assert bounded(generate(model).past_key_values)
+    assert bounded(generate(wrapped).past_key_values)
+    with torch.no_grad():
+        assert bounded(wrapped(prompt(1, 12, ())[0]).past_key_values)
+
+
+@pytest.mark.parametrize("before", [dict(backend="eager", fullgraph=True), dict(backend=kvpass.backend(**POLICY))])
+def test_a_forward_that_was_compiled_before_gives_way(before: dict[str, Any]) -> None:
+    model = tiny()
+    model.forward = torch.compile(model.forward, **before)
+    kvpass.compile(model, **{**POLICY, "budget": 6})
+    for called in (model, copy.deepcopy(model)):
+        assert kvpass.inspect(generate(called).past_key_values).layers[0].capacity == 7
+
+
 def test_a_backend_is_pickled_as_its_settings() -> None:
     chosen = kvpass.backend("d2o", budget=8, inner="eager", crop=0, options={"max_autotune": False})
     assert pickle.loads(pickle.dumps(chosen)) == chosen
@@ -581,6 +599,32 @@ def test_a_model_is_a_part_of_what_a_backend_of_kvpass_compiles(inside: Callable
         cache = outer(*outer(ids))[1]
     assert kvpass.inspect(cache).layers[0].capacity == 7
     assert graphs() == 2
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("in_place", ["before, copied", "later", "later, used"])
+@pytest.mark.parametrize("way", ["a wrapper", "a loop"])
+def test_a_wrapper_keeps_its_settings_where_the_model_is_compiled_in_place(way: str, in_place: str) -> None:
+    (ids, _), model, others = prompt(1, 12, ()), tiny(), {**POLICY, "budget": 6}
+    if in_place == "before, copied":
+        model = copy.deepcopy(kvpass.compile(model, **POLICY))
+    loop, wrapper = kvpass.DecodeLoop(model, **others), torch.compile(model, backend=kvpass.backend(**others))
+
+    def capacity() -> int:
+        if way == "a wrapper":
+            with torch.no_grad():
+                return kvpass.inspect(wrapper(ids).past_key_values).layers[0].capacity
+        loop.reset()
+        loop.prompt(ids)
+        loop.generate(3)
+        return kvpass.inspect(loop).layers[0].capacity
+
+    if in_place == "later, used":
+        assert capacity() == 7
+    if in_place != "before, copied":
+        kvpass.compile(model, **POLICY)
+    assert capacity() == 7
+    assert kvpass.inspect(generate(model).past_key_values).layers[0].capacity == 9
 
 
 def test_a_module_inside_that_another_backend_would_trace_refuses_a_cache() -> None:

@@ -149,7 +149,7 @@ class _Runner:
         rows = unless_refused(partial(self._rows, case, loop, tick))
         if isinstance(rows, KVPassError):
             return Result(key, [], {}, str(rows))
-        slots = {"slots": loop.backend.budget} if case.of_bytes else {}
+        slots = {} if case.budget in (None, loop.backend.budget) else {"slots": loop.backend.budget}
         return Result(key, rows, {**slots, **case.measure.columns(rows)})
 
     def _rows(self, case: Case, loop: DecodeLoop, tick: Tick) -> list[Row]:

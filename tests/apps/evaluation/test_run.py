@@ -143,6 +143,19 @@ def test_budgets_in_bytes_are_measured_and_refused(checkpoint: Path, tmp_path: P
     assert "no budget of 'h2o' takes at most 0.001" in refused["error"]
 
 
+def test_a_table_has_the_slots_of_a_policy_that_cannot_have_the_budget(checkpoint: Path, tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("def a(x):\n    return x + 1\n" * 9)
+    given = cli.parser().parse_args(
+        ["eval", "--model", str(checkpoint), "--text", str(text), "--prefill", "chunk", "--chunk", "8", "--tokens",
+         "64", "--policy", "full", "streaming:sinks=20", "streaming", "--budget", "8", "--inner", "eager", "--out",
+         str(tmp_path / "out")],
+    )  # fmt: skip
+    given.run(given)
+    found = json.loads((tmp_path / "out" / FILE).read_text())
+    assert [result["columns"].get("slots") for result in found] == [None, 21, None]
+
+
 def test_a_run_that_measures_nothing_says_so(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
