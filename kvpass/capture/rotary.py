@@ -117,11 +117,13 @@ def find_rotary(site: AttentionSite, token_dim: int = 2) -> Rotary | None:
     """
     rows, heads, count, features = example_value(site.key).shape
     shape = (rows, heads, count, features) if token_dim == 2 else (rows, count, heads, features)
-    unclear, dtype = bool(expr(heads) == expr(count)), value(site.key).dtype
+    unclear, dtype = bool(expr(heads) == expr(count)), example_value(site.key).dtype
     for raw in _latest_first(site.key):
         if raw is site.key or not is_tensor(raw) or not shapes.same_shape(example_value(raw).shape, shape):
             continue
-        if torch.promote_types(value(raw).dtype, dtype) != dtype:  # a cache in a wider dtype is no cache of the model
+        if (
+            torch.promote_types(example_value(raw).dtype, dtype) != dtype
+        ):  # a cache in a wider dtype is no cache of the model
             continue
         if _is_mixed_with_tokens(site.key, raw) or (unclear and follow_to(raw, token_dim, site.key) not in (2, None)):
             continue
