@@ -265,15 +265,21 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     return shared
 
 
+_HELD = {"keys", "values", "is_initialized", "dtype", "device"}
+"""The attributes of a layer's cache that `_set_keys_and_values` sets; a region would lose any other one."""
+
+
 def _are_as_known(kinds: tuple[Any, Any]) -> bool:
-    """Return whether transformers' cache and its layer have the members that regions read and set."""
+    """Return whether a layer of transformers' cache holds what regions pass on, and nothing else."""
     if None in kinds:
         return False
     try:
         layer = kinds[1]()
-    except TypeError:
+        layer.update(*torch.zeros(2, 1, 1, 1, 1, device="cpu"))
+        layer.get_seq_length()
+    except Exception:  # of members that another version has changed
         return False
-    return all(hasattr(layer, name) for name in ("is_initialized", "keys", "values", "update", "get_seq_length"))
+    return {"keys", "values", "is_initialized"} <= vars(layer).keys() <= _HELD
 
 
 def _equal_layers(layers: torch.nn.ModuleList) -> list[list[int]]:
