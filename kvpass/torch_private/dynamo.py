@@ -17,7 +17,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.errors import UnreadableGraph
 from kvpass.torch_private.inductor import Compiled
+from kvpass.versions import untested_version
 
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("kvpass.dynamo")
@@ -110,6 +112,22 @@ def tables_of_modules(model: torch.nn.Module) -> list[dict[str, Any]]:
 def is_of_module(node: fx.Node) -> bool:
     """Return whether a graph input is a parameter or a buffer of a module."""
     return node.op == "placeholder" and "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+
+
+def check_notes(graph: fx.Graph, examples: Sequence[Any]) -> None:
+    """Raise UnreadableGraph if a torch newer than all tested ones describes graph inputs in another way.
+
+    Without these notes weights would count as arguments, and attention would not be found.
+    """
+    inputs = zip(graph.find_nodes(op="placeholder"), examples, strict=False)
+    nodes = {node: type(example) for node, example in inputs if isinstance(example, Tensor)}
+    weights = [node for node, kind in nodes.items() if issubclass(kind, torch.nn.Parameter)]
+    without_examples = nodes and not any("example_value" in node.meta for node in nodes)
+    if (without_examples or (weights and not any(map(is_of_module, weights)))) and untested_version("torch"):
+        raise UnreadableGraph(
+            f"torch {torch.__version__} is newer than the tested versions, and describes the inputs of graphs in a way "
+            "that kvpass does not know; use a version that `kvpass doctor` lists as tested"
+        )
 
 
 def is_attribute_of_module(node: fx.Node) -> bool:
