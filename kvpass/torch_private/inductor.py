@@ -177,6 +177,13 @@ def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any
     return cast(Compiled, run)
 
 
+def outside_of_traces() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which graphs are compiled apart from the one that Dynamo traces."""
+    from torch._guards import tracing
+
+    return tracing(None)
+
+
 @contextlib.contextmanager
 def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield the examples as a compiler expects them.
