@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import kvpass
-from kvpass import model_access
+from kvpass import model_access, versions
 from kvpass.runtime.in_place import compile_in_place
 from kvpass.runtime.layer_regions import RegionForward, install_regions
 from kvpass.torch_private import regions
@@ -402,6 +402,17 @@ def test_layers_whose_cache_holds_more_are_traced_one_by_one(kind: type, monkeyp
     assert install_regions(copy.deepcopy(model)).indices
     monkeypatch.setattr("transformers.cache_utils.DynamicLayer", kind)
     assert not install_regions(model).indices
+
+
+@needs_reuse
+@pytest.mark.parametrize("name", ["build_reuse_condition", "is_reusable"])
+def test_a_function_of_torch_with_other_parameters_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(tx: Any, fingerprint: Any, tracer: Any) -> None: ...
+
+    monkeypatch.setattr(f"{regions.REUSE}.{name}", changed)
+    monkeypatch.setattr(versions, "untested_version", lambda package: "9.9")
+    with pytest.warns(kvpass.KVPassWarning, match="one by one, which takes longer: this torch or transformers lacks"):
+        assert not install_regions(models.build("Llama", layers=4)).indices
 
 
 def ask_for_length(cache: Any) -> float:
