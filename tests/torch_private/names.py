@@ -30,12 +30,18 @@ METHODS = (
     "torch._inductor.output_code.CompiledFxGraph.current_callable",
     "torch._inductor.output_code.CompiledFxGraph.output_strides",
     "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor",
+    "torch._inductor.config.aot_inductor_mode.compile_standalone",
     "torch._inductor.config.combo_kernels",
+    "torch._inductor.config.cpp_wrapper",
+    "torch._inductor.config.freezing",
+    "torch._inductor.config.fx_wrapper",
+    "torch._inductor.config.post_grad_custom_pre_pass",
     "torch._inductor.config.realize_acc_reads_threshold",
     "torch._inductor.config.realize_opcount_threshold",
     "torch._inductor.config.realize_reads_threshold",
     "torch._inductor.config.reorder_for_locality",
     "torch._inductor.config.size_asserts",
+    "torch._inductor.config.triton.cudagraphs",
 )
 """Methods, fields and settings whose full names do not appear in the source of that room."""
 

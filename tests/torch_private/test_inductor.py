@@ -115,6 +115,13 @@ def test_unknown_wrappers_of_an_untested_torch_warn_once(monkeypatch: pytest.Mon
     inductor._warn_of_unknown_wrappers.cache_clear()
 
 
+def test_a_graph_is_compiled_whole_if_a_setting_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert inductor.allows_parts({})
+    assert not inductor.allows_parts({"freezing": True})
+    monkeypatch.setattr(inductor, "NEEDS_THE_WHOLE", ("freezing", "no_setting_of_this_torch"))
+    assert not inductor.allows_parts({})
+
+
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_scales_in_bfloat16_beside_keys_in_float16_give_no_warning(in_parts: bool) -> None:
     """Check that Inductor does not warn of every model in float16 with such rows, whole or cut between layers."""
