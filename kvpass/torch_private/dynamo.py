@@ -82,10 +82,17 @@ def constant_in_traces(function: F) -> F:
 
 
 def is_traced_for(backend: Any) -> bool:
-    """Return whether Dynamo traces for this backend or one of kvpass; for functions that are `constant_in_traces`."""
+    """Return whether Dynamo traces for this backend or one of kvpass; for functions that are `constant_in_traces`.
+
+    Args:
+        backend: of the call of kvpass that is running, or None; it is the answer if torch shows no backend.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    traced_for = InstructionTranslator.current_tx().output.compiler_fn
+    output: Any = InstructionTranslator.current_tx().output
+    if not hasattr(output, "compiler_fn"):
+        return backend is not None
+    traced_for = output.compiler_fn
     return _strictness(traced_for) is not None or any(each is backend for each in _wrapped_backends(traced_for))
 
 

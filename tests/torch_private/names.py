@@ -51,9 +51,11 @@ TEXTS = {
         *("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"),
     ),
     "torch._dynamo.utils": ('node.meta["example_value"] = ', '"_dynamo_static_input_type"'),
-    "torch._dynamo.output_graph": ('node.meta["tensor_dict"] = ', "._dynamo_source = "),
+    "torch._dynamo.output_graph": ('node.meta["tensor_dict"] = ', "._dynamo_source = ", "self.compiler_fn"),
     "torch._dynamo.decorators": ("._dynamo_weak_dynamic_indices", "_dynamo_marked_constant"),
     "torch._dynamo.source": ("is_derefed_cell_contents", "ClosureSource", "DefaultsSource", "LocalCellSource"),
+    "torch._inductor.compile_fx": ("compile_fx_inner",),
+    "torch._inductor.cpp_builder": ('"compile_file"',),
     "torch._guards": ("def is_unspecialized_nn_module(",),
 }
 """Texts in the source of torch's modules: keys and attributes that kvpass reads by name, and part of an error."""
