@@ -289,7 +289,8 @@ def _are_as_known(kinds: tuple[Any, Any]) -> bool:
         layer.get_seq_length()
     except Exception:  # of members that another version has changed
         return False
-    return {"keys", "values", "is_initialized"} <= vars(layer).keys() <= _HELD
+    held: set[str] = {*vars(layer)}
+    return {"keys", "values", "is_initialized"} <= held <= _HELD
 
 
 def _equal_layers(layers: torch.nn.ModuleList) -> list[list[int]]:
