@@ -121,6 +121,7 @@ class Backend(BackendBase):
         self, dynamo_gm: fx.GraphModule, examples: Sequence[Any]
     ) -> tuple[PromptRunner | StepRunner | None, GrowthCheck | None]:
         """Return the runner that replaces a graph, None if the graph stays unchanged, and the check of its calls."""
+        dynamo.check_notes(dynamo_gm.graph, examples)
         with walk.converting_errors(node for node in dynamo_gm.graph.nodes if decomposed_attention.is_boundary(node)):
             if any(decomposed_attention.is_boundary(node) for node in dynamo_gm.graph.nodes):
                 shapes.fix_floats(dynamo_gm.graph)

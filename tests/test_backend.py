@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import kvpass
+from kvpass.torch_private import dynamo
 from tests.models import build, graphs, prompt
 
 
@@ -198,6 +199,22 @@ def test_an_error_while_reading_is_a_refusal(monkeypatch: pytest.MonkeyPatch, re
     with pytest.raises(kvpass.UnsupportedGraph, match=said) as caught:
         loop(compiled, torch.randint(0, 64, (2, 8)))
     assert isinstance(caught.value.__cause__, Odd)
+
+
+@pytest.mark.parametrize("key", ["example_value", "tensor_dict"])
+def test_notes_of_dynamo_that_are_gone_are_an_error(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setattr(dynamo, "untested_version", lambda package: "9.9")
+    ours, model, ids = kvpass.backend("h2o", budget=8, inner="eager", validate=False), Tiny(), torch.zeros(1, 8).long()
+
+    def backend(gm: Any, examples: Any) -> Any:
+        for node in gm.graph.nodes:
+            node.meta.pop(key, None)
+        return ours(gm, examples)
+
+    loop(torch.compile(model, backend=ours), ids)
+    torch._dynamo.reset()
+    with pytest.raises(kvpass.UnreadableGraph, match="newer than the tested versions, and describes the inputs"):
+        loop(torch.compile(model, backend=backend), ids)
 
 
 @pytest.mark.parametrize("reader", READERS[:2])

@@ -13,6 +13,9 @@ from kvpass import model_access
 from kvpass.cache.handle import Handle, current_cache, handle_like
 from kvpass.cache.layer_cache import CacheOwner, LayerCache
 
+COUNTER = "cumulative_length"
+"""The attribute in which a layer of transformers counts its tokens, if its keys do not show how many there are."""
+
 
 def layers_of(cache: Any) -> Sequence[Any]:
     """Return the layer objects of a cache: its `layers`, or the items of a list or tuple."""
@@ -106,6 +109,12 @@ def refresh_handles(cache: Any, steps: int, become: Mapping[int, LayerCache] | N
     for layer in getattr(cache, "layers", ()):
         for name in ("keys", "values"):
             setattr(layer, name, refresh_handles(getattr(layer, name, None), steps, become))
-        if isinstance(getattr(layer, "cumulative_length", None), int):
-            layer.cumulative_length += steps
+        if isinstance(getattr(layer, COUNTER, None), int):
+            setattr(layer, COUNTER, getattr(layer, COUNTER) + steps)
     return cache
+
+
+def other_integers(holder: Any) -> dict[str, int]:
+    """Return the integer attributes of a cache object or a layer of it that `refresh_handles` does not advance."""
+    attributes = getattr(holder, "__dict__", {}).items()
+    return {name: value for name, value in attributes if type(value) is int and name != COUNTER}

@@ -75,7 +75,7 @@ class AttentionCall:
 
 
 def find(dynamo_gm: fx.GraphModule) -> tuple[list[AttentionCall], dict[fx.Node, str]]:
-    """Return every attention call, in order, and every softmax that cannot be read as one, with the reason.
+    """Return every attention call, in order, and every call and softmax that cannot be read as one, with the reason.
 
     Reading may add unused nodes to the graph, such as the sum of several masks.
     """
@@ -83,19 +83,21 @@ def find(dynamo_gm: fx.GraphModule) -> tuple[list[AttentionCall], dict[fx.Node, 
     unread: dict[fx.Node, str] = {}
     alias_sets = alias.AliasSets(dynamo_gm.graph)
     for node in list(dynamo_gm.graph.nodes):
-        if fx_nodes.is_sdpa(node):
-            found.append(_sdpa_call(node))
-        elif operator_name(node) == "softmax" and is_tensor(node):
-            reader = _DecompositionReader(dynamo_gm, node, alias_sets)
-            try:
-                found.append(reader.read())
-            except Unreadable as reason:
-                unread[node] = f"{target_name(reader.at)!r} at {walk.source_line(reader.at)}: {reason}"
+        is_call = fx_nodes.is_sdpa(node)
+        if not is_call and not (operator_name(node) == "softmax" and is_tensor(node)):
+            continue
+        reader = _DecompositionReader(dynamo_gm, node, alias_sets)
+        try:
+            found.append(_sdpa_call(node) if is_call else reader.read())
+        except Unreadable as reason:
+            unread[node] = f"{target_name(reader.at)!r} at {walk.source_line(reader.at)}: {reason}"
     return found, unread
 
 
 def _sdpa_call(node: fx.Node) -> AttentionCall:
     args = op_table.named_arguments(node)
+    if unknown := args.keys() - {*op_table.signature(operator_name(node)), "enable_gqa"}:
+        raise Unreadable(f"kvpass does not know its argument {min(unknown)}")
     scale, mask = args.get("scale"), args.get("attn_mask")
     scale = 1 / math.sqrt(example_value(args["query"]).shape[-1]) if scale is None else float(scale)
     if mask is not None and example_value(mask).ndim < 4:  # aligned from the right, as in any broadcasting

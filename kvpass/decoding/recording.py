@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import model_access
+from kvpass import model_access, versions
 from kvpass.cache.handle import Handle
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding import artifact_folder
@@ -193,9 +193,11 @@ class _GraphWriter:
     def _code(self, run: Any) -> dict[str, Any]:
         entry = artifact_folder.code_to_entry(run, self.files)
         if entry is None:
+            newer = versions.untested_version("torch")
             raise UnsupportedGraph(
                 "this model cannot be exported: Inductor's code for it needs more than its kernels; pass "
                 "inner='inductor' without a mode and without options"
+                + (f" (or torch {newer}, which is newer than the tested versions, writes other code)" if newer else "")
             )
         return entry
 

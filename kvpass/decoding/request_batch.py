@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvpass.cache.handle import Handle
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.cache.model_cache import caches_in, refresh_handles
+from kvpass.cache.model_cache import caches_in, other_integers, refresh_handles
 from kvpass.cache.slots import AnySlots, empty_slots
 from kvpass.decoding.requests import MOST_STOPS, Request
 from kvpass.decoding.sampling import RowSampling
@@ -201,6 +201,8 @@ def check_holds_only_slots(cache: Any, empty: Any) -> None:
             for name, found in attributes.items()
             if not _are_constants(found, _tensors(getattr(before, name, None)))
         ]
+        if before is not None:  # an integer that differs counts tokens
+            other += [name for name, _ in other_integers(layer).items() - other_integers(before).items()]
         if other:
             raise CacheHandleError(
                 f"layer {number} of the model's cache, a {type(layer).__name__}, holds {', '.join(other)} besides keys "

@@ -21,7 +21,7 @@ from kvpass.arguments import short_text
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.cache.model_cache import caches_in, refresh_handles
+from kvpass.cache.model_cache import caches_in, layers_of, other_integers, refresh_handles
 from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassWarning, UnsupportedGraph
@@ -241,6 +241,7 @@ class DecodeState(abc.ABC):
         mask = torch.cat([mask, (~self.stopped)[:, None].to(mask.dtype)], 1)
         self.refresh_cache_object()
         self.loop.fingerprint.record()
+        counts = self._other_counts()
         expected = () if self.step is None else self.step.next_arguments()
         with collect_runs() as found:
             out = self.loop.model_call(self.ids, with_dynamic_length(mask), self.position, self.cache)
@@ -259,9 +260,14 @@ class DecodeState(abc.ABC):
         self.step = self.step or RepeatedStep(self)
         logits = self.loop.model_call.logits(out)
         self.step.repeat(ran[0], logits, mask, expected)
-        if self.loop.fingerprint.has_changed():  # the model's code sets attributes, so it has to run at every step
+        # The model's code sets attributes, its own or those of its cache, so it has to run at every step.
+        if self.loop.fingerprint.has_changed() or self._other_counts() != counts:
             self.step.forget()
         self.choose(logits)
+
+    def _other_counts(self) -> list[dict[str, int]]:
+        """Return the integers in the model's cache object that repeated steps would leave as they are."""
+        return [other_integers(holder) for holder in (self.cache, *layers_of(self.cache))]
 
     def _record(self, drawn: Tensor) -> None:
         """Record the next tokens [B] of rows that have not stopped, and advance the state."""

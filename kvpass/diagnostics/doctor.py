@@ -37,7 +37,7 @@ class Finding:
 
 def examine_installation() -> list[Finding]:
     """Return the findings about this installation."""
-    return [*map(_version, versions.TESTED), _compiler(), _products()]
+    return [*map(_version, versions.TESTED), _compiler(), _processor(), _products()]
 
 
 def _version(package: str) -> Finding:
@@ -64,6 +64,13 @@ def _compiler() -> Finding:
         errors = [line for line in ran.stderr.splitlines() if "error" in line] or ran.stderr.splitlines() or ["failed"]
         return Finding(subject, f"{compiler}: {errors[0].strip()}", meaning, missing=True)
     return Finding(subject, f"{compiler} compiles with the headers of Python and OpenMP")
+
+
+def _processor() -> Finding:
+    """Report the instructions for products in half precision that torch finds, by which kvpass chooses kernels."""
+    dots = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in inductor.dot_products()))
+    found = [f"dot products of {dots}"] * bool(dots) + ["matrix tiles"] * inductor.has_matrix_tiles()
+    return Finding("instructions of the processor", ", ".join(found) or "no products in half precision")
 
 
 def _products() -> Finding:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
+import warnings
 
 import torch
 from torch import Tensor
 
-from kvpass.torch_private import cpp_templates, inductor, symbolic_shapes
+from kvpass.errors import KVPassWarning
+from kvpass.torch_private import cpp_templates, inductor, symbolic_shapes, tensors
+from kvpass.versions import untested_version
 
 MOST_ROWS = {torch.float32: 12, torch.bfloat16: 16, torch.float16: 16, torch.int8: 16, torch.uint8: 16}
 """The largest number of rows for which the kernel is used, by the dtype of the matrix.
@@ -66,6 +69,33 @@ def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
     cpp_templates.use_row_template(torch.ops.kvpass.row_products.default, _template)
     product: Tensor = torch.ops.kvpass.row_products(rows, matrix.permute(1, 0))
     return product
+
+
+@functools.cache
+def is_compiled() -> bool:
+    """Return whether Inductor compiles the kernel; warn once if a torch newer than all tested ones does not."""
+    if not untested_version("torch"):
+        return True
+    try:
+        with tensors.real_tensors():  # Dynamo may trace a graph
+            right, why = _is_right(), "the results are wrong"
+    except Exception as error:  # of names and signatures that have changed
+        right, why = False, str(error).partition("\n")[0]
+    if not right:
+        message = f"steps on a CPU are slower, as torch {torch.__version__} does not compile kvpass's products: {why}"
+        warnings.warn(message, KVPassWarning, stacklevel=2)
+    return right
+
+
+def _is_right() -> bool:
+    """Compare a product, and one with an operation fused into it, with torch's."""
+    rows, matrix = torch.arange(128.0, device="cpu").view(2, 64) / 128, torch.ones(40, 64, device="cpu")
+    with tensors.fake_mode() as fake:
+        gm = tensors.trace(lambda x, y: [multiply(x, y.t()), multiply(x, y.t()).neg()], [fake(rows), fake(matrix)])
+    with inductor.outside_of_traces():
+        product, negated = inductor.inductor(gm, [rows, matrix], {})(rows, matrix)
+    wanted = rows @ matrix.t()
+    return torch.allclose(product, wanted) and torch.allclose(negated, -wanted)
 
 
 def uses_dot_products(rows: torch.dtype, matrix: torch.dtype) -> bool:

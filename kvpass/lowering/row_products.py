@@ -108,7 +108,7 @@ class Processor:
     @property
     def has_row_kernel(self) -> bool:
         """Whether `row_kernel` runs here."""
-        return self.vectors in ("AVX2", "AVX512") and inductor.targets_this_processor()
+        return self.vectors in ("AVX2", "AVX512") and inductor.targets_this_processor() and row_kernel.is_compiled()
 
     @staticmethod
     def here() -> Processor:

@@ -16,7 +16,7 @@ from kvpass.errors import KVPassWarning
 from kvpass.lowering import graph_passes, layer_dedup
 from kvpass.lowering.formats import KVDtype
 from kvpass.lowering.graph_passes import check_table_indices, look_up_unchecked, materialize_sums
-from kvpass.lowering.row_products import convert_operands, decompose_products
+from kvpass.lowering.row_products import Processor, convert_operands, decompose_products
 from kvpass.policies.base import Policy
 from kvpass.rewrite.context import PassRecord, StepContext
 from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
@@ -115,6 +115,8 @@ class BackendBase:
         """Compile a rewritten step graph; `sizes` are its dynamic sizes, None if all are static."""
         layers, exchangeable = layer_dedup.readers_of_slots(rewritten_gm), sizes.exchangeable if sizes else frozenset()
         settings = self._step_settings(stores_unrotated_keys) | ({} if sizes else inductor.NO_SIZE_CHECKS)
+        if self.inner == "inductor" and inductor.on_cpu(examples):
+            _ = Processor.here().has_row_kernel  # may compile a product, which cannot be done while Inductor compiles
         with self.time_section("compiler"):
             return self._compile_inner(rewritten_gm, examples, settings, _prepare_step_graph, layers, exchangeable)
 

@@ -15,14 +15,15 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpass import model_access
-from kvpass.errors import UnsupportedGraph
+from kvpass import model_access, versions
+from kvpass.errors import KVPassWarning, UnsupportedGraph
 from kvpass.torch_private import region_guards, regions
 
 log = logging.getLogger("kvpass.regions")
@@ -58,13 +59,21 @@ class LayerRegions:
             if not tracing.may_run_again or not (regions.may_cause(error) or isinstance(error, UnsupportedGraph)):
                 raise
             tracing.forget()
-            log.info(
+            _report(
                 "%s: its layers are traced one by one from now on, which takes longer, as a layer cannot be traced "
                 "once for all: %s: %s",
                 *(self.name, type(error).__name__, error),
             )
         self.usable = False
         return call(*arguments, **named)
+
+
+def _report(text: str, *values: object) -> None:
+    """Log why layers are traced one by one, or warn if a newer torch or transformers may be the reason."""
+    if versions.untested_version("torch") or versions.untested_version("transformers"):
+        warnings.warn(text % values, KVPassWarning, stacklevel=2)
+    else:
+        log.info(text, *values)
 
 
 class RegionForward:
@@ -248,7 +257,8 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     caches = sys.modules.get("transformers.cache_utils")
     kinds = (getattr(caches, "DynamicCache", None), getattr(caches, "DynamicLayer", None))
     if not _are_as_known(kinds) or not region_guards.install():
-        log.info("layers are traced one by one: this torch or transformers lacks what regions need")
+        report = _report if caches is not None and regions.are_supported() else log.info
+        report("layers are traced one by one, which takes longer: this torch or transformers lacks what regions need")
         return LayerRegions()
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     groups = [(layers, group) for layers in lists for group in _equal_layers(layers)]
@@ -265,15 +275,22 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     return shared
 
 
+_HELD = {"keys", "values", "is_initialized", "dtype", "device"}
+"""The attributes of a layer's cache that `_set_keys_and_values` sets; a region would lose any other one."""
+
+
 def _are_as_known(kinds: tuple[Any, Any]) -> bool:
-    """Return whether transformers' cache and its layer have the members that regions read and set."""
+    """Return whether a layer of transformers' cache holds what regions pass on, and nothing else."""
     if None in kinds:
         return False
     try:
         layer = kinds[1]()
-    except TypeError:
+        layer.update(*torch.zeros(2, 1, 1, 1, 1, device="cpu"))
+        layer.get_seq_length()
+    except Exception:  # of members that another version has changed
         return False
-    return all(hasattr(layer, name) for name in ("is_initialized", "keys", "values", "update", "get_seq_length"))
+    held: set[str] = {*vars(layer)}
+    return {"keys", "values", "is_initialized"} <= held <= _HELD
 
 
 def _equal_layers(layers: torch.nn.ModuleList) -> list[list[int]]:

@@ -17,7 +17,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.errors import UnreadableGraph
 from kvpass.torch_private.inductor import Compiled
+from kvpass.versions import untested_version
 
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("kvpass.dynamo")
@@ -80,10 +82,17 @@ def constant_in_traces(function: F) -> F:
 
 
 def is_traced_for(backend: Any) -> bool:
-    """Return whether Dynamo traces for this backend or one of kvpass; for functions that are `constant_in_traces`."""
+    """Return whether Dynamo traces for this backend or one of kvpass; for functions that are `constant_in_traces`.
+
+    Args:
+        backend: of the call of kvpass that is running, or None; it is the answer if torch shows no backend.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    traced_for = InstructionTranslator.current_tx().output.compiler_fn
+    output: Any = InstructionTranslator.current_tx().output
+    if not hasattr(output, "compiler_fn"):
+        return backend is not None
+    traced_for = output.compiler_fn
     return _strictness(traced_for) is not None or any(each is backend for each in _wrapped_backends(traced_for))
 
 
@@ -110,6 +119,22 @@ def tables_of_modules(model: torch.nn.Module) -> list[dict[str, Any]]:
 def is_of_module(node: fx.Node) -> bool:
     """Return whether a graph input is a parameter or a buffer of a module."""
     return node.op == "placeholder" and "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+
+
+def check_notes(graph: fx.Graph, examples: Sequence[Any]) -> None:
+    """Raise UnreadableGraph if a torch newer than all tested ones describes graph inputs in another way.
+
+    Without these notes weights would count as arguments, and attention would not be found.
+    """
+    inputs = zip(graph.find_nodes(op="placeholder"), examples, strict=False)
+    nodes = {node: type(example) for node, example in inputs if isinstance(example, Tensor)}
+    weights = [node for node, kind in nodes.items() if issubclass(kind, torch.nn.Parameter)]
+    without_examples = nodes and not any("example_value" in node.meta for node in nodes)
+    if (without_examples or (weights and not any(map(is_of_module, weights)))) and untested_version("torch"):
+        raise UnreadableGraph(
+            f"torch {torch.__version__} is newer than the tested versions, and describes the inputs of graphs in a way "
+            "that kvpass does not know; use a version that `kvpass doctor` lists as tested"
+        )
 
 
 def is_attribute_of_module(node: fx.Node) -> bool:

@@ -177,6 +177,13 @@ def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any
     return cast(Compiled, run)
 
 
+def outside_of_traces() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which graphs are compiled apart from the one that Dynamo traces."""
+    from torch._guards import tracing
+
+    return tracing(None)
+
+
 @contextlib.contextmanager
 def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield the examples as a compiler expects them.
@@ -263,16 +270,20 @@ def graph_pass(digest: bytes, rewrite: Callable[[fx.Graph], None]) -> Any:
     return GraphPass()
 
 
-NEEDS_THE_WHOLE = ("cpp_wrapper", "fx_wrapper", "freezing", "aot_inductor_mode", "triton.cudagraphs")
+NEEDS_THE_WHOLE = (
+    *("cpp_wrapper", "fx_wrapper", "freezing"),
+    "aot_inductor_mode.compile_standalone",
+    "triton.cudagraphs",
+)
 """Inductor settings under which a graph is compiled whole: parts are untested under them, or do not pay."""
 
 
 def allows_parts(patches: dict[str, Any]) -> bool:
-    """Return whether no setting of `NEEDS_THE_WHOLE` is enabled, in the configuration or by these patches."""
+    """Return whether the configuration and these patches have every setting of `NEEDS_THE_WHOLE`, and enable none."""
     from torch._inductor import config
 
     now = config.get_config_copy()
-    return not any(patches.get(name, now.get(name)) for name in NEEDS_THE_WHOLE)
+    return not any(patches.get(name, now.get(name, True)) for name in NEEDS_THE_WHOLE)
 
 
 class WithLeading:

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ def install() -> bool:
     reuse = _torch_module()
     changed: dict[str, Callable[..., Any]]
     changed = {"build_reuse_condition": _find_condition, "is_reusable": _is_reusable}
-    if not all(hasattr(reuse, name) for name in changed):
+    if not all(_has_parameters_of(getattr(reuse, name, None), function) for name, function in changed.items()):
         return False
     for name, function in changed.items():
         if not isinstance(of_torch := getattr(reuse, name), functools.partial):
@@ -42,39 +43,44 @@ def install() -> bool:
     return True
 
 
+def _has_parameters_of(of_torch: Any, ours: Callable[..., Any]) -> bool:
+    """Return whether a function of torch has the parameters of the one that calls it, after the function itself."""
+    return callable(of_torch) and [*inspect.signature(of_torch).parameters] == [*inspect.signature(ours).parameters][1:]
+
+
 def _torch_module() -> Any:
     """Return the module of torch that reuses traces, which older versions lack."""
     return importlib.import_module(regions.REUSE)
 
 
-def _find_condition(of_torch: Callable[..., Any], tx: Any, fingerprint: Any, traced: Any) -> Any:
+def _find_condition(of_torch: Callable[..., Any], tx: Any, fingerprint: Any, traced_sources: Any) -> Any:
     """Return torch's condition under which a trace can be reused, with all guards of the layer, or None."""
     layer = _source_of_layer(tx, fingerprint)
     if layer is None:
-        return of_torch(tx, fingerprint, traced)
+        return of_torch(tx, fingerprint, traced_sources)
     if _has_inner_hooks(tx.output.resolve_source_value(layer)):
         return None
     guards = [each for each in tx.output.guards if _belongs_to(each.originating_source, layer.name)]
     by_kind = {each: each.create_fn_name() for each in guards}
     single = {each.originating_source for each, kind in by_kind.items() if kind not in (_OF_ALIAS, _OF_HOOKS)}
-    condition = of_torch(tx, fingerprint, traced | single)
+    condition = of_torch(tx, fingerprint, traced_sources | single)
     if condition is not None:
         aliases = [each for each, kind in by_kind.items() if kind == _OF_ALIAS]
         condition.aliases = [(each.originating_source, each.create_fn.keywords["source_b"]) for each in aliases]
     return condition
 
 
-def _is_reusable(of_torch: Callable[..., bool], tx: Any, condition: Any, fingerprint: Any, entry: Any) -> bool:
+def _is_reusable(of_torch: Callable[..., bool], tx: Any, condition: Any, fingerprint: Any, cached_entry: Any) -> bool:
     """Return whether a trace can be reused for a layer, and guard the layer if so."""
     from torch._dynamo.guards import GuardBuilder, install_guard
 
     layer = _source_of_layer(tx, fingerprint)
     if layer is None:
-        return of_torch(tx, condition, fingerprint, entry)
-    replaced = _torch_module().build_source_replacement(entry.arg_sources, fingerprint.arg_sources)
+        return of_torch(tx, condition, fingerprint, cached_entry)
+    replaced = _torch_module().build_source_replacement(cached_entry.arg_sources, fingerprint.arg_sources)
     moved, value_of = functools.partial(_moved, known=replaced), tx.output.resolve_source_value
     with _cloning_by(moved):
-        if not of_torch(tx, condition, fingerprint, entry):
+        if not of_torch(tx, condition, fingerprint, cached_entry):
             return False
     aliases = [(moved(one), moved(other)) for one, other in condition.aliases]
     if _has_inner_hooks(value_of(layer)) or not all(value_of(one) is value_of(other) for one, other in aliases):

@@ -377,3 +377,23 @@ def test_a_refusal_says_which_operation_was_not_understood() -> None:
         kvpass.UnsupportedGraph, match=r"'sin' at .*test_decomposed_attention\.py:\d+: return .*no operation on logits"
     ):
         run(torch.compile(model, backend=kvpass.backend("full", inner="eager")), ids)
+
+
+def test_an_argument_of_a_later_torch_is_refused() -> None:
+    def plain(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+
+    ours = kvpass.backend("full", inner="eager", validate=False)
+
+    def backend(gm: Any, examples: Any) -> Any:
+        for node in gm.graph.nodes:
+            if "attn_mask" in node.kwargs:
+                node.kwargs = {**node.kwargs, "softcap": 3.0}
+        return ours(gm, examples)
+
+    model, ids = Model(plain).eval(), torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        _, past = model(ids[:, :6])
+        with pytest.raises(kvpass.UnsupportedGraph, match="kvpass does not know its argument softcap"):
+            torch.compile(model, backend=backend)(ids[:, 6:7], past)

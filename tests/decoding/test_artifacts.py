@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvpass
+from kvpass import versions
 from kvpass.cache.model_cache import caches_in
-from kvpass.decoding import artifact_folder, artifacts
+from kvpass.decoding import artifact_folder, artifacts, recording
 from kvpass.decoding.prefill import chunk_lengths
 from kvpass.decoding.synthetic_conversation import prompt_lengths, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, PolicyError, UnsupportedGraph
@@ -415,3 +416,12 @@ def test_models_and_policies_that_need_their_graphs_are_refused(model: Any, tmp_
     with pytest.raises(UnsupportedGraph, match="heads with budgets of their own"):
         kvpass.export(model, tmp_path / "none", policy="ada_kv", budget=40, window=8)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_newer_torch_may_be_why_code_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = recording._GraphWriter({}, artifact_folder.ExportFiles(Path()))
+    with pytest.raises(UnsupportedGraph, match=r"without options$"):
+        writer._code(print)
+    monkeypatch.setattr(versions, "untested_version", lambda package: "9.9")
+    with pytest.raises(UnsupportedGraph, match=r"or torch 9\.9, which is newer than the tested versions"):
+        writer._code(print)

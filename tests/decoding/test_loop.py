@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import cache_utils
 
 import kvpass
 from kvpass.decoding import loop as decode
@@ -570,6 +571,33 @@ def test_a_model_that_sets_its_attributes_runs_at_every_step(what: str, rows: in
     assert made[:9] == wanted
     assert abs(ours.calls - theirs.calls) <= 1  # the last token may or may not be fed to the model
     assert torch.allclose(ours.last, theirs.last, atol=1e-4) or what != "a tensor"
+
+
+class Counting(cache_utils.DynamicLayer):
+    """A layer of a cache that counts its tokens in an attribute that kvpass does not know."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.tokens = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        self.tokens += key_states.shape[-2]
+        updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **named)
+        return updated
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+def test_a_count_of_the_cache_that_kvpass_does_not_advance(rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    discard_compiled_code()
+    monkeypatch.setitem(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, "full_attention", Counting)
+    (ids, _), loop = prompt(1, 9, ()), loop_on(build("Llama", layers=1), rows=rows)
+    if rows is None:
+        loop.prompt(ids)
+        loop.generate(10)
+        assert loop.cache.layers[0].tokens == kvpass.inspect(loop.cache).seen
+    else:
+        refused = loop.generate_batch([ids[0]], max_new_tokens=10).popitem()[1]
+        assert "holds tokens besides keys" in str(refused.error)
 
 
 @pytest.mark.slow

@@ -13,10 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._inductor import config, ir
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import linear, silu
 
+import kvpass
 from kvpass.lowering import row_kernel
 from kvpass.lowering.row_products import Processor, decompose_products
 from kvpass.torch_private import generated_code, inductor
@@ -256,3 +258,32 @@ def test_vectors(vectors, uses, monkeypatch):
 def test_the_operator_without_a_compiler():
     x, weight = torch.randn(2, 64).bfloat16(), torch.randn(32, 64).bfloat16()
     assert torch.allclose(OPERATOR(x, weight), x.float() @ weight.float().mT, atol=1e-5)
+
+
+class Renamed(ir.CppTemplateBuffer):
+    """Inductor's buffer of a template with an argument under another name."""
+
+    def __init__(self, layout: Any, inputs: Any, *, render: Any) -> None:
+        super().__init__(layout, inputs, render, None, None)
+
+
+def test_a_torch_that_is_newer_than_tested_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(row_kernel, "untested_version", lambda package: asked.append(package) or "9.9")
+    monkeypatch.setattr(row_kernel, "is_compiled", functools.cache(row_kernel.is_compiled.__wrapped__))
+    arguments = weights((3, 64), (40, 64), dtype=torch.float32)
+    assert row_kernel.is_compiled()
+    for _ in range(2):
+        assert CALL in code_that_equals_eager(lambda x, weight: (linear(x, weight),), *arguments)
+    assert asked == ["torch"]
+
+
+def test_a_torch_that_does_not_compile_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_kernel, "untested_version", lambda package: "9.9")
+    monkeypatch.setattr(row_kernel, "is_compiled", functools.cache(row_kernel.is_compiled.__wrapped__))
+    monkeypatch.setattr(ir, "CppTemplateBuffer", Renamed)
+    monkeypatch.setattr(config, "force_disable_caches", True)
+    arguments = weights((3, 64), (40, 64), dtype=torch.float32)
+    with pytest.warns(kvpass.KVPassWarning, match="steps on a CPU are slower, as torch .* takes 3 positional"):
+        assert not row_kernel.is_compiled()
+    assert CALL not in code_that_equals_eager(lambda x, weight: (linear(x, weight),), *arguments)

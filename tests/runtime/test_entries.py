@@ -352,6 +352,13 @@ def test_settings_are_those_of_the_user_outside_of_compilations_for_kvpass(limit
         assert dynamo_settings() == before
 
 
+def test_a_trace_whose_backend_torch_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = types.SimpleNamespace(output=types.SimpleNamespace())
+    monkeypatch.setattr("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", lambda: shown)
+    assert dynamo.is_traced_for(kvpass.backend("full"))
+    assert not dynamo.is_traced_for(None)
+
+
 @pytest.mark.parametrize("way", ["in index", "torch.compile"])
 def test_beyond_the_limit_there_is_an_error(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamo, "MOST_GRAPHS", {"recompile_limit": 1})

@@ -13,9 +13,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 import kvpass
-from kvpass import model_access
+from kvpass import model_access, versions
 from kvpass.runtime.in_place import compile_in_place
 from kvpass.runtime.layer_regions import RegionForward, install_regions
 from kvpass.torch_private import regions
@@ -367,6 +368,51 @@ def test_uncompiled_layers_run_as_they_are() -> None:
 def test_without_a_name_of_transformers_layers_are_traced_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("transformers.cache_utils.DynamicLayer")
     assert not install_regions(models.build("Llama", layers=4)).indices
+
+
+class Marked(DynamicLayer):
+    """A layer's cache that holds more than keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marked = True
+
+
+class Growing(DynamicLayer):
+    """A layer's cache with a counter."""
+
+    tokens = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        self.tokens += key_states.shape[-2]
+        return super().update(key_states, value_states, *args, **named)
+
+
+class Scaled(DynamicLayer):
+    """A layer's cache whose update needs another argument."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, scale: float, *args: Any) -> tuple[Tensor, Tensor]:
+        return super().update(key_states * scale, value_states, *args)
+
+
+@needs_reuse
+@pytest.mark.parametrize("kind", [Marked, Growing, Scaled])
+def test_layers_whose_cache_holds_more_are_traced_one_by_one(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("Llama", layers=4)
+    assert install_regions(copy.deepcopy(model)).indices
+    monkeypatch.setattr("transformers.cache_utils.DynamicLayer", kind)
+    assert not install_regions(model).indices
+
+
+@needs_reuse
+@pytest.mark.parametrize("name", ["build_reuse_condition", "is_reusable"])
+def test_a_function_of_torch_with_other_parameters_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(tx: Any, fingerprint: Any, tracer: Any) -> None: ...
+
+    monkeypatch.setattr(f"{regions.REUSE}.{name}", changed)
+    monkeypatch.setattr(versions, "untested_version", lambda package: "9.9")
+    with pytest.warns(kvpass.KVPassWarning, match="one by one, which takes longer: this torch or transformers lacks"):
+        assert not install_regions(models.build("Llama", layers=4)).indices
 
 
 def ask_for_length(cache: Any) -> float:

@@ -30,14 +30,35 @@ METHODS = (
     "torch._inductor.output_code.CompiledFxGraph.current_callable",
     "torch._inductor.output_code.CompiledFxGraph.output_strides",
     "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor",
+    "torch._inductor.config.aot_inductor_mode.compile_standalone",
     "torch._inductor.config.combo_kernels",
+    "torch._inductor.config.cpp_wrapper",
+    "torch._inductor.config.freezing",
+    "torch._inductor.config.fx_wrapper",
+    "torch._inductor.config.post_grad_custom_pre_pass",
     "torch._inductor.config.realize_acc_reads_threshold",
     "torch._inductor.config.realize_opcount_threshold",
     "torch._inductor.config.realize_reads_threshold",
     "torch._inductor.config.reorder_for_locality",
     "torch._inductor.config.size_asserts",
+    "torch._inductor.config.triton.cudagraphs",
 )
 """Methods, fields and settings whose full names do not appear in the source of that room."""
+
+TEXTS = {
+    "torch._dynamo.eval_frame": (
+        *("using FX to symbolically trace", "def compile_wrapper(", "dynamo_ctx", "_orig_mod", "callback"),
+        *("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"),
+    ),
+    "torch._dynamo.utils": ('node.meta["example_value"] = ', '"_dynamo_static_input_type"'),
+    "torch._dynamo.output_graph": ('node.meta["tensor_dict"] = ', "._dynamo_source = ", "self.compiler_fn"),
+    "torch._dynamo.decorators": ("._dynamo_weak_dynamic_indices", "_dynamo_marked_constant"),
+    "torch._dynamo.source": ("is_derefed_cell_contents", "ClosureSource", "DefaultsSource", "LocalCellSource"),
+    "torch._inductor.compile_fx": ("compile_fx_inner",),
+    "torch._inductor.cpp_builder": ('"compile_file"',),
+    "torch._guards": ("def is_unspecialized_nn_module(",),
+}
+"""Texts in the source of torch's modules: keys and attributes that kvpass reads by name, and part of an error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +91,9 @@ def used_names() -> list[Name]:
     """Return the names that kvpass uses."""
     names = [dataclasses.replace(n, user=f"{room}.{n.user}") for room, s in sources().items() for n in names_in(s)]
     names += [Name(path, "METHODS", "methods and fields of what torch makes") for path in METHODS]
+    names += [
+        Name(f"{module}:{text}", "TEXTS", "parts of torch's source") for module in TEXTS for text in TEXTS[module]
+    ]
     return [*names, *TRANSFORMERS]
 
 
@@ -134,7 +158,10 @@ def _chain(node: ast.AST | None, aliases: dict[str, str]) -> str | None:
 
 
 def exists(path: str) -> bool:
-    """Return whether a dotted name is a module, an attribute or a field."""
+    """Return whether a dotted name is a module, an attribute or a field, or whether a module has the text after ":"."""
+    module, _, text = path.partition(":")
+    if text:
+        return text in inspect.getsource(importlib.import_module(module))
     first, *rest = path.split(".")
     value: Any = importlib.import_module(first)
     for index, part in enumerate(rest, 1):

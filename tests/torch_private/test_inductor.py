@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,20 @@ def test_unknown_wrappers_of_an_untested_torch_warn_once(monkeypatch: pytest.Mon
         warnings.simplefilter("error")
         assert inductor._unwrap(wrapped("of_the_next_torch", code), False)[1] is None
     inductor._warn_of_unknown_wrappers.cache_clear()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have other instructions")
+def test_torch_says_what_the_processor_has() -> None:
+    assert {"l1d_cache_size", "avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "amx_tile"} <= {
+        *inductor._capabilities()
+    }
+
+
+def test_a_graph_is_compiled_whole_if_a_setting_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert inductor.allows_parts({})
+    assert not inductor.allows_parts({"freezing": True})
+    monkeypatch.setattr(inductor, "NEEDS_THE_WHOLE", ("freezing", "no_setting_of_this_torch"))
+    assert not inductor.allows_parts({})
 
 
 @pytest.mark.parametrize("in_parts", [False, True])

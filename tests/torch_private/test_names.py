@@ -52,6 +52,12 @@ def test_a_lost_name_of_transformers_is_reported(monkeypatch, capsys) -> None:
     assert "transformers.cache_utils.DynamicLayer: not found; runtime.layer_regions: equal" in capsys.readouterr().out
 
 
+def test_a_lost_text_of_torch_is_reported(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(names, "TEXTS", {"torch._dynamo.utils": ("no such text", "example_value")})
+    assert names.main() == 1
+    assert capsys.readouterr().out.count("not found") == 1
+
+
 def test_private_names_are_found_in_the_source() -> None:
     found = {name.path for source in names.sources().values() for name in names.names_in(source)}
     assert {
