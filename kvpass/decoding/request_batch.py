@@ -201,8 +201,8 @@ def check_holds_only_slots(cache: Any, empty: Any) -> None:
             for name, found in attributes.items()
             if not _are_constants(found, _tensors(getattr(before, name, None)))
         ]
-        if before is not None:  # an integer that differs counts tokens
-            other += [name for name, _ in other_integers(layer).items() - other_integers(before).items()]
+        empty_counts = other_integers(before)  # an integer that differs from these counts tokens
+        other += [name for name, value in other_integers(layer).items() if empty_counts.get(name, value) != value]
         if other:
             raise CacheHandleError(
                 f"layer {number} of the model's cache, a {type(layer).__name__}, holds {', '.join(other)} besides keys "
