@@ -226,8 +226,8 @@ def inspect(cache: Any) -> CacheReport:
         found = caches_in(cache)
         if not found:
             raise CacheHandleError(
-                f"there is no kvpass cache in this {type(cache).__name__}: the model made it uncompiled, or no prompt came "
-                "yet"
+                f"there is no kvpass cache in this {type(cache).__name__}: the model made it uncompiled, or no prompt "
+                "came yet"
             )
         return CacheReport(tuple(_layer(layer) for layer in found))
 
