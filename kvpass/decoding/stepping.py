@@ -298,8 +298,7 @@ class LoopState(DecodeState):
         ready: tokens that the host has read and not handed out.
         all_stopped: whether all conversations had stopped when the host read the tokens last.
         stopped_on_host: bool [B], the rows that had stopped then.
-        has_generated: whether `stream` or `generate` was called; until then the first token is no part of the
-            conversation.
+        has_generated: whether the caller has asked for tokens; until then the first one is no part of the conversation.
     """
 
     def __init__(self, loop: LoopContext, cache: Any, mask: Tensor) -> None:
