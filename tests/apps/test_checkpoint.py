@@ -83,10 +83,10 @@ def test_concurrent_callers_share_one_conversion(cache: Path, monkeypatch: pytes
 
     monkeypatch.setattr(checkpoint, "_convert", convert)
     callers = [threading.Thread(target=call) for _ in range(4)]
-    for model_call in callers:
-        model_call.start()
-    for model_call in callers:
-        model_call.join()
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
     assert found == [True] * 4
     assert len(converted) == 1
     assert checkpoint.folder().parent == cache

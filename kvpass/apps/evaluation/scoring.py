@@ -125,7 +125,7 @@ def score(
     scores = []
     for position, logits, cache in pieces(model_call, batch, chunk, feed):
         targets = batch.ids[:, position + 1 : position + 1 + logits.shape[1]]
-        scores.append((losses_of(log_probs_of(logits), targets), likeliest(logits) == targets))
+        scores.append((losses_of(log_probs_of(logits), targets), likeliest_of(logits) == targets))
         tick(logits.shape[1])
         watch(cache)
     losses, greedy = _of_continuations(batch, scores)
@@ -139,7 +139,7 @@ class FullPredictions:
     """Bytes that are stored at most."""
 
     def __init__(self, model_call: ModelCall) -> None:
-        self._caller = model_call  # of the model without kvpass
+        self._model_call = model_call  # of the model without kvpass
         self._stored: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def of(self, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Tensor]:
@@ -151,7 +151,7 @@ class FullPredictions:
             return
         result: list[Tensor] = []
         free = self.LIMIT - sum(logits.nbytes for stored in self._stored.values() for logits in stored)
-        for piece in pieces(self._caller, batch, chunk, feed):
+        for piece in pieces(self._model_call, batch, chunk, feed):
             yield piece.logits
             free -= piece.logits.nbytes
             if free >= 0:
@@ -226,7 +226,7 @@ def _compare(logits: Tensor, expected: Tensor, targets: Tensor) -> tuple[Tensor,
     """Return the fields of `AgreementScores`, [B, n] each, of logits [B, n, V] and those with a full cache."""
     ours, theirs = log_probs_of(logits), log_probs_of(expected)
     losses = (losses_of(x, targets) for x in (ours, theirs))
-    return divergence(ours, theirs), likeliest(logits) == likeliest(expected), *losses
+    return divergence(ours, theirs), likeliest_of(logits) == likeliest_of(expected), *losses
 
 
 def log_probs_of(logits: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def log_probs_of(logits: Tensor) -> Tensor:
     return logits.float().log_softmax(-1)
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def likeliest_of(logits: Tensor) -> Tensor:
     """Return the likeliest tokens int64 [...] of logits [..., V]."""
     return logits.max(-1).indices  # on a CPU four times as fast as argmax for bfloat16
 
