@@ -126,12 +126,13 @@ class Backend(BackendBase):
             if any(decomposed_attention.is_boundary(node) for node in dynamo_gm.graph.nodes):
                 shapes.fix_floats(dynamo_gm.graph)
             are_handles = [isinstance(example, Handle) for example in examples]
+            is_step = any(are_handles)
             log_graph("dynamo's graph", dynamo_gm.graph, self.recorder)
             captured = capture(dynamo_gm, are_handles)
-            self._record(captured, any(are_handles))
+            self._record(captured, is_step)
             if captured.sites:
                 log_graph("canonical", captured.canonical_gm.graph, self.recorder)
-            if self._left_alone(captured.refusals, any(are_handles)):
+            if self._left_alone(captured.refusals, is_step):
                 return None, None
             outside = [each for verdict in captured.verdicts for each in verdict.outside]
             check = GrowthCheck(dynamo_gm.graph, outside, self.strict)
@@ -140,7 +141,7 @@ class Backend(BackendBase):
             self._check_inference(captured.sites, examples)
             known = with_head_sharding(captured.sites, self.policy)
             captured = dataclasses.replace(captured, sites=known)
-            if any(are_handles):
+            if is_step:
                 return StepRunner(self, captured), check
             return PromptRunner.of(self, captured, examples, self._stores_unrotated_keys(captured)), check
 
@@ -336,7 +337,7 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
             raises UnsupportedGraph.
 
     Returns:
-        The model itself; that in a wrapper of torch.compile.
+        The model itself; for a wrapper of torch.compile, the model inside.
 
     Raises:
         PolicyError: an unknown policy or option, or an invalid value.

@@ -62,8 +62,8 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
     output = _with_unknown_outputs(call, slots, output, (full_mask, bias), valid)
     if computed is None:
         computed = statistics(policy, operands, valid, tokens.budget) if policy.statistics else []
-    again = layout.crops and bool(policy.statistics)
-    inputs = (operands.query, operands.key, operands.mask, operands.sink_logit) if again else ()
+    keeps_operands = layout.crops and bool(policy.statistics)
+    inputs = (operands.query, operands.key, operands.mask, operands.sink_logit) if keeps_operands else ()
     return AttentionOutput(output, ((mask, bias),), lse, (*computed, *(x for x in inputs if x is not None)))
 
 

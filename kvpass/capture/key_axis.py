@@ -158,11 +158,8 @@ class KeyAxis:
         growing = self.sizes.growing_dims(example_value(node))
         followers = [operand for operand in node.all_input_nodes if self.follow(operand).is_on_keys]
         if not followers and not growing:
-            return (
-                INDEPENDENT_OF_PADDED
-                if INDEPENDENT_OF_PADDED in map(self.follow, node.all_input_nodes)
-                else INDEPENDENT
-            )
+            reads_padded = INDEPENDENT_OF_PADDED in map(self.follow, node.all_input_nodes)
+            return INDEPENDENT_OF_PADDED if reads_padded else INDEPENDENT
         axis = self._growing_axis(node)
         if node in self._overwritten:  # a slice of it would lack what other nodes write
             return KeyDependence("needs_all_tokens", axis)

@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from kvpass.capture import canonical, decomposed_attention
 from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.products import is_as_wide
 from kvpass.fx import alias, op_table, propagation, shapes, walk
 from kvpass.fx.op_table import has_tag
 from kvpass.fx.shapes import expr
@@ -117,13 +118,11 @@ def find_rotary(site: AttentionSite, token_dim: int = 2) -> Rotary | None:
     """
     rows, heads, count, features = example_value(site.key).shape
     shape = (rows, heads, count, features) if token_dim == 2 else (rows, count, heads, features)
-    unclear, dtype = bool(expr(heads) == expr(count)), example_value(site.key).dtype
+    unclear, cached_dtype = bool(expr(heads) == expr(count)), example_value(site.key).dtype
     for raw in _latest_first(site.key):
         if raw is site.key or not is_tensor(raw) or not shapes.same_shape(example_value(raw).shape, shape):
             continue
-        if (
-            torch.promote_types(example_value(raw).dtype, dtype) != dtype
-        ):  # a cache in a wider dtype is no cache of the model
+        if not is_as_wide(cached_dtype, than=example_value(raw).dtype):  # the model caches nothing wider
             continue
         if _is_mixed_with_tokens(site.key, raw) or (unclear and follow_to(raw, token_dim, site.key) not in (2, None)):
             continue
@@ -243,9 +242,7 @@ def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
         parents = [parent for parent in node.all_input_nodes if parent in dims]
         if not parents or walk.is_size(node) or isinstance(example_value(node), torch.Size):
             continue
-        if (
-            is_tensor(node) and expr(example_value(node).numel()) == 0
-        ):  # such as the unrotated features of a key without any
+        if is_tensor(node) and expr(example_value(node).numel()) == 0:  # such as features that a key does not have
             continue
         followed = propagation.common_dim(_follow(node, parent, dims[parent], single) for parent in parents)
         if followed is None and (not single or has_tag(node, "reduces", "along")):

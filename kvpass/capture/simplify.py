@@ -151,9 +151,8 @@ class _Broadcaster:
         if not is_tensor(node) or example_value(node).ndim != 0 or not scalars or alias.writes(node):
             raise _NotBroadcastable
         replacement = self._rewrite_lookup(node) if node.target in _LOOKUPS else self._rewrite_pointwise(node)
-        if (
-            example_value(replacement).dtype != example_value(node).dtype
-        ):  # dtype promotion ranks scalars below tensors with dimensions
+        # Dtype promotion ranks scalars below tensors with dimensions.
+        if example_value(replacement).dtype != example_value(node).dtype:
             raise _NotBroadcastable
         self.mapped[node] = replacement
 

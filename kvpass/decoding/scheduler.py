@@ -286,8 +286,8 @@ class RequestScheduler:
             )
         ids = torch.tensor([request.prompt], device=self.loop.device)
         mask = torch.ones(1, request.prefix_length + ids.shape[1], dtype=torch.int64, device=ids.device)
-        pinned, size = None if request.pinned is None else request.pinned.to(self.loop.device), self.loop.prefill_chunk
-        prefix = copy.deepcopy(request.prefix)
+        pinned = None if request.pinned is None else request.pinned.to(self.loop.device)
+        prefix, size = copy.deepcopy(request.prefix), self.loop.prefill_chunk
         chunks = run_chunks(self.loop.model_call, ids, mask, prefix, size, pinned=pinned, on_top=request.on_top)
         return request, chunks, len(chunk_lengths(ids.shape[1], size, not request.prefix_length))
 

@@ -23,8 +23,8 @@ def release_example_data(graph: fx.Graph) -> None:
     for node in placeholders(graph):
         example = example_value(node)
         if isinstance(example, torch.Tensor) and not tensors.is_fake(example):
-            factory_kwargs: dict[str, Any] = dict(dtype=example.dtype, device="meta")
-            node.meta["example_value"] = torch.empty_strided(example.shape, example.stride(), **factory_kwargs)
+            shape, strides = example.shape, example.stride()
+            node.meta["example_value"] = torch.empty_strided(shape, strides, dtype=example.dtype, device="meta")
 
 
 @dataclasses.dataclass(frozen=True)

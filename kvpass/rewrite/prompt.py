@@ -182,16 +182,14 @@ def _valid_tokens(
     """Return bool [B or 1, past + q], false for marked padding; None if no input marks padding."""
     total, valid = example_value(tokens).shape[along], None
     for node in padding_inputs:
-        ndim = example_value(node).ndim
-        if shapes.expr(example_value(node).shape[-1]) != shapes.expr(
-            total
-        ):  # the input may have entries for later tokens
+        shape = example_value(node).shape
+        if shapes.expr(shape[-1]) != shapes.expr(total):  # the input may have entries for later tokens
             count = graph.call_method("size", (tokens, along))
             count.meta["example_value"] = total
             subscript: Any = (Ellipsis, slice(None, count))
             node = graph.call_function(operator.getitem, (node, subscript))
         is_real = graph.call_function(operator.ne, (node, 0))
-        is_real = is_real if ndim == 2 else graph.call_method("unsqueeze", (is_real, 0))
+        is_real = is_real if len(shape) == 2 else graph.call_method("unsqueeze", (is_real, 0))
         valid = is_real if valid is None else graph.call_function(operator.and_, (valid, is_real))
     return valid
 

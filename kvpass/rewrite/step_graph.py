@@ -157,37 +157,24 @@ class StepGraph:
         """Return an empty tensor like a node's value, or the value of a size."""
         if walk.is_size(node):
             return self.sizes.resolved_size(node)
-        if self.sizes.dynamic and tensors.is_wrapper(
-            example_value(node)
-        ):  # a quantised weight, whose sizes are numbers
-            like = self.sizes.dynamic.like
+        value, empty = example_value(node), self._empty
+        if self.sizes.dynamic and tensors.is_wrapper(value):  # a quantised weight, whose sizes are numbers
             return tensors.map_inner_tensors(
-                lambda part: like(part.shape, part.stride(), dtype=part.dtype, device=part.device), example_value(node)
+                lambda part: empty(part.shape, part.stride(), dtype=part.dtype, device=part.device), value
             )
-        factory_kwargs: dict[str, Any] = dict(dtype=example_value(node).dtype, device=self.device_of(node))
-        strides = example_value(node).stride()
-        made_dense = node.op == "placeholder" and has_loose_strides(
-            example_value(node)
-        )  # see `StepRewrite.flat_arguments`
-        dense = made_dense or any(self.sizes.grows(stride) for stride in strides)
-        fixed = None if dense else [self.sizes.resolved_size(stride) for stride in strides]
-        if self.sizes.dynamic:
-            return self.sizes.dynamic.like(self.shape(node), fixed, **factory_kwargs)
-        shape = self.shape(node)
-        return (
-            torch.empty(shape, **factory_kwargs)
-            if fixed is None
-            else torch.empty_strided(shape, fixed, **factory_kwargs)
-        )
+        made_dense = node.op == "placeholder" and has_loose_strides(value)  # see `StepRewrite.flat_arguments`
+        dense = made_dense or any(self.sizes.grows(stride) for stride in value.stride())
+        fixed = None if dense else [self.sizes.resolved_size(stride) for stride in value.stride()]
+        return empty(self.shape(node), fixed, dtype=value.dtype, device=self.device_of(node))
 
     def empty_of_shape(self, shape: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor without data that stands for a dense tensor which kvpass adds."""
-        factory_kwargs: dict[str, Any] = dict(dtype=dtype, device="meta")
-        return (
-            self.sizes.dynamic.like(shape, None, **factory_kwargs)
-            if self.sizes.dynamic
-            else torch.empty(shape, **factory_kwargs)
-        )
+        return self._empty(shape, None, dtype=dtype, device="meta")
+
+    @property
+    def _empty(self) -> Callable[..., Tensor]:
+        """The function that makes example tensors: fake ones if sizes are dynamic."""
+        return self.sizes.dynamic.like if self.sizes.dynamic else symbolic_shapes.empty
 
     def device_of(self, node: fx.Node) -> torch.device:
         """Return the device of a node's tensor; inputs that kvpass adds are where the slots are."""

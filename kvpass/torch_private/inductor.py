@@ -271,10 +271,8 @@ def graph_pass(digest: bytes, rewrite: Callable[[fx.Graph], None]) -> Any:
 
 
 NEEDS_THE_WHOLE = (
-    *("cpp_wrapper", "fx_wrapper", "freezing"),
-    "aot_inductor_mode.compile_standalone",
-    "triton.cudagraphs",
-)
+    "cpp_wrapper", "fx_wrapper", "freezing", "aot_inductor_mode.compile_standalone", "triton.cudagraphs",
+)  # fmt: skip
 """Inductor settings under which a graph is compiled whole: parts are untested under them, or do not pay."""
 
 

@@ -111,6 +111,13 @@ def _follows(guard: sympy.Expr, known: set[sympy.Expr]) -> bool:
     return isinstance(guard, sympy.Eq) and {guard.lhs - guard.rhs, guard.rhs - guard.lhs} <= known
 
 
+def empty(shape: Sequence[Any], strides: Sequence[Any] | None, **factory_kwargs: Any) -> Tensor:
+    """Return a tensor of any values, dense if no strides are given."""
+    if strides is None:
+        return torch.empty(shape, **factory_kwargs)
+    return torch.empty_strided(shape, strides, **factory_kwargs)
+
+
 class SymbolicSizes:
     """Sizes that stay symbols in a graph, whatever their values in the current call.
 
@@ -161,11 +168,7 @@ class SymbolicSizes:
     def like(self, shape: Sequence[Any], strides: Sequence[Any] | None, **factory_kwargs: Any) -> Tensor:
         """Return a fake tensor, dense if no strides are given."""
         with torch.inference_mode(False), self.mode:
-            return (
-                torch.empty(shape, **factory_kwargs)
-                if strides is None
-                else torch.empty_strided(shape, strides, **factory_kwargs)
-            )
+            return empty(shape, strides, **factory_kwargs)
 
     def hold(self, numbers: Sequence[int]) -> bool:
         """Return whether the traced and compiled code serves these numbers."""

@@ -71,12 +71,8 @@ class _LengthArithmetic:
     """
 
     def __init__(self, step: StepContext) -> None:
-        self.graph, self.sizes, self.length, self.number = (
-            step.graph,
-            step.sizes,
-            step.length,
-            step.size_nodes.number_or_node,
-        )
+        self.graph, self.sizes, self.length = step.graph, step.sizes, step.length
+        self.number = step.size_nodes.number_or_node
         self.computed: dict[fx.Node, sympy.Expr] = {}
         self.rewritten: list[str] = []
 
