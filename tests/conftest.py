@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -45,7 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     1. Of a test marked `few(n)`, n evenly spaced cases stay in the default run; the others are marked slow.
     2. Tests that `tests/longer.txt` lists are marked longer, except their slow cases.
     3. pytest applies the `-m` expression.
-    4. `--some` keeps evenly spaced cases of each slow test, see `sampled_count`, and longer tests begin.
+    4. `--some` keeps evenly spaced cases of each slow test, see `sampled_count`. Longer tests begin, and the order of
+       files depends on `KVPASS_TESTS_SEED`, so that it is not always the same tests that a deadline leaves out.
     """
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     longer = lanes.longer_tests()
@@ -58,6 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.longer)
     yield
     if config.getoption("--some"):
+        seed = os.environ.get("KVPASS_TESTS_SEED", "")
+        items.sort(key=lambda item: random.Random(seed + item.nodeid.partition("::")[0]).random())
         items.sort(key=lambda item: item.get_closest_marker("longer") is None)
         slow = cases_by_test(item for item in items if item.get_closest_marker("slow"))
         deselected = [item for cases in slow for item in without(cases, evenly_spaced(cases, sampled_count(cases)))]
@@ -97,7 +101,7 @@ def evenly_spaced(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
 
 
 def without(items: list[pytest.Item], excluded: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the items that are not in `chosen`."""
+    """Return the items that are not in `excluded`."""
     ids = {id(item) for item in excluded}
     return [item for item in items if id(item) not in ids]
 
