@@ -148,7 +148,7 @@ def misses(calls: list[tuple[int, str]], folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "streaming"])
 def test_a_prompt_of_another_length_compiles_nothing(policy: str) -> None:
-    """Count traces, of which the second has dynamic sizes, and compilations, which wait for a second prompt of a graph."""
+    """Count traces, of which the second has dynamic sizes, and compilations, which wait for its second prompt."""
     model = build("Llama", layers=4)
     compiled = torch.compile(model, backend=kvpass.backend(policy, budget=8))
     made = []
