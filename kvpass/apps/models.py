@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvpass.apps import checkpoint
+from kvpass.decoding.model_call import learned_positions
 from kvpass.errors import KVPassError
 
 BUNDLED = Path(__file__).parent / "data" / "tiny-llama"
@@ -91,7 +93,9 @@ def _load(source: str, name: str, dtype: torch.dtype | str = torch.float32, devi
             "of a causal model"
         ) from error
     trained_length = getattr(model.config, "max_position_embeddings", None)
-    return LoadedModel(name, to_device(model.eval(), device), tokenizer, trained_length, has_position_table(model))
+    return LoadedModel(
+        name, to_device(model.eval(), device), tokenizer, trained_length, math.isfinite(learned_positions(model))
+    )
 
 
 def to_device(model: Any, device: str) -> Any:
@@ -100,12 +104,6 @@ def to_device(model: Any, device: str) -> Any:
         return model.to(device)
     except (AssertionError, RuntimeError) as error:
         raise KVPassError(f"cannot put the model on the device {device!r}: {error}; choose another --device") from error
-
-
-def has_position_table(model: torch.nn.Module) -> bool:
-    """Return whether a model has an embedding table other than that of its tokens."""
-    words = model.get_input_embeddings()  # type: ignore[operator]
-    return any(isinstance(module, torch.nn.Embedding) and module is not words for module in model.modules())
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from kvpass.errors import CacheHandleError, LookupRangeError, PolicyError, Unsup
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.runtime.call_pins import pinning
 from kvpass.torch_private import dynamo
+
+SPARE_ROWS = 2  # of a table of learned positions: OPT and BART begin theirs with two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,3 +176,13 @@ def input_embedding(model: Any) -> torch.nn.Module | None:
     except (AttributeError, NotImplementedError):
         return None
     return embedding
+
+
+def learned_positions(model: Any) -> float:
+    """Return the positions of a transformers model that learned a table of them; infinity for other models."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    inputs = input_embedding(model)
+    if not isinstance(most, int) or inputs is None:
+        return math.inf
+    tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding) and each is not inputs]
+    return most if any(0 <= table.num_embeddings - most <= SPARE_ROWS for table in tables) else math.inf

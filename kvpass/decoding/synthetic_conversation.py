@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvpass import model_access
-from kvpass.decoding.model_call import ModelCall, input_embedding
+from kvpass.decoding.model_call import ModelCall, learned_positions
 from kvpass.decoding.prefill import last_of, run_chunks
 from kvpass.decoding.requests import GenerationOutput
 from kvpass.errors import BudgetError, RequestError
@@ -28,7 +28,6 @@ TOKEN = 1  # of prompts that are fed call by call
 TURNS = (5, 7)  # tokens in later turns: the graph of a chunk is compiled at the second
 STEPS = 2  # after a turn of a loop
 WITHOUT_BUDGET = (32, 48)  # prompt lengths if nothing is evicted
-SPARE_ROWS = 2  # of a table of learned positions: OPT and BART begin theirs with two
 
 log = logging.getLogger("kvpass.warm")
 
@@ -53,7 +52,7 @@ class TokenAllowance:
             budget: as the user gave it; a share of this prompt is all of it for a policy that keeps every token.
             model: its table of learned positions, if it has one, limits all tokens.
         """
-        tokens = _learned_positions(model)
+        tokens = learned_positions(model)
         if not policy.evicts and budget is not None:
             tokens = min(tokens, budget if isinstance(budget, int) else length)
         if policy.keep_prompt and isinstance(budget, int):  # prompts are pinned, and leave the policy its least
@@ -83,16 +82,6 @@ class TokenAllowance:
         steps = int(max(0, min(steps, self.tokens - new)))
         self.prompts, self.tokens = self.prompts - new, self.tokens - new - steps
         return new, steps
-
-
-def _learned_positions(model: Any) -> float:
-    """Return the positions of a transformers model that learned a table of them; infinity for other models."""
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    inputs = input_embedding(model)
-    if not isinstance(most, int) or inputs is None:
-        return math.inf
-    tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding) and each is not inputs]
-    return most if any(0 <= table.num_embeddings - most <= SPARE_ROWS for table in tables) else math.inf
 
 
 class SkippedConversations:

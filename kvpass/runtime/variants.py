@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.fx as fx
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import hold_whole_prompt
-from kvpass.errors import PolicyError, UnsupportedGraph
+from kvpass.errors import KVPassWarning, PolicyError, UnsupportedGraph
 from kvpass.fx import splicing
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.runtime.backend_base import BackendBase
@@ -20,6 +21,10 @@ from kvpass.runtime.lru_cache import LruCache
 from kvpass.torch_private import dynamo, inductor, symbolic_shapes
 
 MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ in nothing but sizes
+SIZE_BY_SIZE = (
+    f"code for a step depends on its sizes in more than {MOST_DYNAMIC} ways, so it is compiled for each further size "
+    "alone: a hook of the policy, or the model, compares sizes such as the budget with numbers"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +200,11 @@ class VariantCache:
         in_numbers = tuple(index for index in key.dynamic_indices if index < len(key.numbers))
         only_slots = decodes and not in_numbers  # only capacities and the budget can be dynamic
         has_first_sizes = only_slots and (self._first_keys.find(kind) or self._first_keys.put(kind, key)) == key
-        if dynamic_variant or (has_first_sizes and not key.exact_layers) or len(variants) == MOST_DYNAMIC:
+        if dynamic_variant or (has_first_sizes and not key.exact_layers):
             return dynamic_variant
+        if len(variants) == MOST_DYNAMIC:
+            warnings.warn(SIZE_BY_SIZE, KVPassWarning, stacklevel=2)
+            return None
         exact = range(len(key.numbers), len(key.numbers) + len(key.exact_layers))
         for indices in dict.fromkeys((key.dynamic_indices, in_numbers)):
             exchangeable = [i for i, index in enumerate(indices) if index in exact]

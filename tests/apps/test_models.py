@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,3 +40,23 @@ def test_a_checkpoint_with_a_file_that_is_cut_off_is_named(name: str, kept: int,
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(KVPassError, match=f"cannot load a language model from {str(tmp_path)!r}: "):
         models.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "expected"),
+    [
+        ("Llama", {}, False),
+        ("GPT2", {}, True),
+        ("Gemma3n", dict(vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, num_kv_shared_layers=0), False),
+    ],
+)
+def test_only_a_table_as_long_as_the_positions_is_one_of_positions(
+    name: str, config: dict[str, Any], expected: bool, tmp_path: Path
+) -> None:
+    """Check Gemma3n too, which looks up a further embedding of each token in every layer."""
+    sizes = dict(hidden_size=32, num_attention_heads=2, num_hidden_layers=1, max_position_embeddings=2048, head_dim=16)
+    kind = f"{name}Text" if name == "Gemma3n" else name
+    made = getattr(transformers, f"{kind}Config")(vocab_size=2048, intermediate_size=32, **sizes, **config)
+    getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(made).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(models.BUNDLED).save_pretrained(tmp_path)
+    assert models.load(str(tmp_path)).has_position_table is expected

@@ -46,7 +46,7 @@ class Job:
         reason: why its text has ended; None before.
         added: done when the loop has accepted the request; has the error if it has refused it.
         began: when the request came, in seconds of `time.perf_counter`.
-        first: the same of its first token; None before.
+        first: when its first token came; None before.
     """
 
     name: str
@@ -88,7 +88,8 @@ class Engine:
         self._stopped = threading.Event()
         self._events: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="kvpass-engine", daemon=True)
-        self._seconds = 1.0  # a running mean of how long a request takes in a row
+        self._seconds = 1.0  # a running mean of the time between two requests that end, as long as one is there
+        self._last_end = 0.0
         self.slots = rows * int(loop.backend.budget or 0)
         metrics.watch(rows, self.slots, lambda: len(self.jobs))
 
@@ -123,7 +124,7 @@ class Engine:
 
     def _seconds_until_room(self) -> int:
         waiting = max(1, len(self.jobs) - self.rows)
-        return min(LONGEST, max(SHORTEST, round(self._seconds * waiting / self.rows)))
+        return min(LONGEST, max(SHORTEST, round(self._seconds * waiting)))
 
     def submit(self, job: Job) -> None:
         """Hand a request to the thread; `Job.added` says whether the loop accepts it."""
@@ -261,7 +262,8 @@ class Engine:
                 job.outputs.put_nowait((job, output))
 
     def _count(self, job: Job, output: GenerationOutput, now: float) -> None:
-        self._seconds += 0.1 * (now - job.began - self._seconds)
+        self._seconds += 0.1 * (now - max(job.began, self._last_end) - self._seconds)
+        self._last_end = now
         self.metrics.requests.labels(str(output.finish_reason)).inc()
         if output.cached_tokens is not None:
             seen = job.before + len(job.prompt) + len(output.generated_tokens) - 1

@@ -23,6 +23,8 @@ from kvpass.apps.serving.metrics import Metrics
 from kvpass.apps.serving.schemas import ApiError, ChatFields, CompletionFields, SamplingFields
 from kvpass.apps.serving.text import TextStream
 from kvpass.decoding.loop import DecodeLoop
+from kvpass.decoding.requests import MOST_STOPS
+from kvpass.errors import KVPassError
 
 COMPLETION_TOKENS = 16  # of a completion that does not say, as in OpenAI's API
 SEEDS = 2**31
@@ -61,8 +63,18 @@ class Service:
     """
 
     def __init__(self, loaded: LoadedModel, name: str, loop: DecodeLoop, rows: int, settings: ServeSettings) -> None:
-        """Make the engine for a loop with so many rows; KVPassError if the conversations cannot be read."""
+        """Make the engine for a loop with so many rows.
+
+        Raises:
+            KVPassError: the conversations cannot be read, or the model has too many tokens that end an answer.
+        """
         self.loaded, self.name, self.settings = loaded, name, settings
+        self.ends = stop_tokens(loaded.model, loaded.tokenizer)
+        if len(self.ends) > MOST_STOPS:
+            raise KVPassError(
+                f"{name} has {len(self.ends)} tokens that end an answer, and requests take {MOST_STOPS} at most: leave "
+                "some out of `eos_token_id` in its generation config"
+            )
         self.metrics = Metrics()
         self.engine = Engine(loop, rows, settings.waiting, self.metrics)
         self._temporary = tempfile.TemporaryDirectory(prefix="kvpass-") if settings.folder is None else None
@@ -70,7 +82,6 @@ class Service:
         self.store = ConversationStore(loop, folder, settings.conversations)
         store = self.store
         self.metrics.watch_conversations(lambda: len(store), lambda: store.in_memory, lambda: store.nbytes)
-        self.ends = stop_tokens(loaded.model, loaded.tokenizer)
         self.draining: Callable[[], bool] = lambda: False
         self.prepare: Callable[[], object] = loop.warm
         self._created = int(time.time())

@@ -13,6 +13,7 @@ from kvpass.apps.serving.engine import Engine, Job
 from kvpass.apps.serving.metrics import Metrics
 from kvpass.apps.serving.schemas import ApiError
 from kvpass.apps.serving.text import TextStream
+from kvpass.decoding.requests import GenerationOutput, RequestStatus
 
 
 def engine_on(loop: Any) -> Engine:
@@ -68,3 +69,18 @@ def test_an_error_of_one_request_is_its_own() -> None:
 
     assert asyncio.run(submit()).status == 500
     assert not engine.jobs
+
+
+def test_the_time_until_a_row_is_free_does_not_count_the_wait_for_it() -> None:
+    """Let requests arrive together and end one after the other, two seconds apart."""
+    engine = engine_on(SimpleNamespace())
+
+    async def serve() -> None:
+        jobs = [Job(str(i), [1], {}, asyncio.Queue(), TextStream(None, []), began=100.0) for i in range(40)]
+        done = GenerationOutput("0", [1], [2], [2], RequestStatus.FINISHED, "length")
+        for number, job in enumerate(jobs, 1):
+            engine._count(job, done, 100.0 + 2 * number)
+        engine.jobs = {job.name: job for job in jobs[:5]}
+
+    asyncio.run(serve())
+    assert engine._seconds_until_room() == 6  # three requests wait for one of two rows
