@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from torch import Tensor
@@ -12,8 +12,6 @@ from torch import Tensor
 from kvpass import tensor_files
 from kvpass.errors import KVPassError
 from kvpass.policies.base import Policy
-from kvpass.policies.budgets import Plan
-from kvpass.policies.types import Attention
 
 W = TypeVar("W", bound="Weights")
 
@@ -114,9 +112,9 @@ class PolicyWithWeights(Policy, Generic[W]):
         """The weights."""
         return cast(W, getattr(self, self.weights_class.option))
 
-    def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:
-        self.loaded.check(layers=len(attention))
-        return super().plan(attention, valid, budget)
+    def for_layer(self, layer: int, layers: int) -> Policy:
+        self.loaded.check(layers=layers)  # all layers, as a layer with a sliding window may leave the plan
+        return super().for_layer(layer, layers)
 
 
 def weights_digest(description: str, tensors: Mapping[str, Tensor]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import kvpass
@@ -154,3 +155,22 @@ def test_bad_input(name: str) -> None:
         model = torch.compile(build("Llama", layers=layers), backend=kvpass.backend(name, inner="eager", **given))
         with torch.no_grad(), pytest.raises(CalibrationError, match=found):
             model(torch.arange(3, 20)[None], use_cache=True)
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("window", [8, 400])
+def test_a_layer_that_keeps_its_own_window_is_one_of_the_model(name: str, window: int) -> None:
+    """Check windows within the budget, of which kvpass keeps every token, and beyond it."""
+    sizes = dict(hidden_size=64, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    config = transformers.Gemma2Config(
+        vocab_size=64, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=window,
+        pad_token_id=0, **sizes
+    )  # fmt: skip
+    options = {"calibration": random_calibration(2, dim=16), "interval": 2}
+    model = transformers.Gemma2ForCausalLM(config).eval()
+    compiled = torch.compile(model, backend=kvpass.backend(name, inner="eager", budget=12, **options))
+    with torch.no_grad():
+        report = kvpass.inspect(compiled(torch.arange(3, 43)[None], use_cache=True))
+    first, second = (layer.policy.partition("(")[0] for layer in report.layers)
+    own = type(resolve(name, options)).__name__
+    assert (first, second) == ("Window" if window == 8 else own, own)
