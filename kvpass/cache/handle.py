@@ -54,9 +54,9 @@ class Handle(Tensor):
                 return _ACTIONS[name](*args, **(kwargs or {}))
             if name not in _METADATA:
                 given: Any = (args, kwargs)
-                seen = next(each.length for each in optree.tree_leaves(given) if isinstance(each, Handle))
+                lengths = (f"{each.length} " for each in optree.tree_leaves(given) if isinstance(each, Handle))
                 raise CacheHandleError(
-                    f"{name or func} on a cache of kvpass: its {seen} tokens live in slots and not "
+                    f"{name or func} on a cache of kvpass: its {next(lengths, '')}tokens live in slots and not "
                     "in this tensor. Reordering rows, copying and moving work; anything else needs "
                     "kvpass.inspect(cache) or an uncompiled model. If the model does this, torch ran it uncompiled: "
                     "see why with TORCH_LOGS=graph_breaks."

@@ -41,6 +41,13 @@ def started(model: torch.nn.Module, tokens: int = 14, **how: object) -> tuple[ob
     return compiled, out.past_key_values, ids[:, tokens:]
 
 
+def test_a_handle_inside_another_object_is_refused_without_its_length(model: torch.nn.Module) -> None:
+    _, cache, _ = started(model)
+    handle = cache.layers[0].keys  # type: ignore[attr-defined]
+    with pytest.raises(kvpass.CacheHandleError, match="sum on a cache of kvpass: its tokens live in slots"):
+        torch.overrides.handle_torch_function(torch.sum, (handle,), SimpleNamespace(inner=handle))
+
+
 @torch.no_grad()
 def follow(compiled: object, cache: object, ids: torch.Tensor) -> torch.Tensor:
     logits = []
