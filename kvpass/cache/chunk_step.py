@@ -50,7 +50,7 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
     operands = chunk_operands(layout, call.scale, call.cap, query, keys, full_mask, call.sink_logit)
     policy_bias = policy.bias(tokens, query.shape[1] // layout.heads)
     lse, computed = None, None
-    if policy_bias is None and _by_library(call) and fuses_attention(policy, query, keys, values, masked=True):
+    if policy_bias is None and _by_library(call) and fuses_attention(policy, query, keys, values, full_mask):
         output, *computed = statistics(policy, operands, valid, tokens.budget, values)
     else:
         attention_mask = full_mask
@@ -123,8 +123,14 @@ def _chunk_mask(
 
 
 def _combined_mask(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Combine a mask and a bias to one mask, bool or additive."""
-    return mask if bias is None else torch.where(mask, bias.to(dtype), -torch.inf)
+    """Combine a mask and a bias to one mask.
+
+    On a CPU it is additive: Inductor writes a vector of bool there one entry at a time, and torch's attention would copy
+    it to numbers.
+    """
+    if bias is None and mask.device.type != "cpu":
+        return mask
+    return torch.where(mask, 0.0 if bias is None else bias, -torch.inf).to(dtype)
 
 
 def _with_unknown_outputs(

@@ -70,9 +70,14 @@ class AttentionInputs:
             )
             assert query is not None
             assert key is not None
-            if key.device.type == "cpu":
-                query, key = upcast(query), upcast(key)
-            yield part, dataclasses.replace(self, query=query, key=key, mask=mask, sink_logit=sink_logit)
+            inputs = dataclasses.replace(self, query=query, key=key, mask=mask, sink_logit=sink_logit)
+            yield part, inputs.in_float32_on_cpu()
+
+    def in_float32_on_cpu(self) -> AttentionInputs:
+        """Return inputs that a CPU multiplies in float32, if they have half precision."""
+        if self.key.device.type != "cpu":
+            return self
+        return dataclasses.replace(self, query=upcast(self.query), key=upcast(self.key))
 
     def query_slices(self, size: int) -> list[slice]:
         """Return consecutive slices of queries, each with at most `size` logits if it has several queries."""

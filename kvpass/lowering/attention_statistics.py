@@ -241,7 +241,7 @@ def statistics_of(policy: Policy) -> tuple[Statistic, ...]:
     return tuple(sorted(policy.statistics))
 
 
-def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor, masked: bool) -> bool:
+def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Return whether the operator is to compute attention of these tensors as well, which may be fake.
 
     Statistics of all queries use the log-sum-exp that it returns. For other policies it pays off where attention of
@@ -249,13 +249,13 @@ def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor, m
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
-        masked: whether attention has a mask.
+        mask: that of attention, or None.
     """
     alike = query.dtype == key.dtype == value.dtype and key.shape[3] == value.shape[3]
     if not alike or query.device.type != "cpu":
         return False
     reads_all_queries = not policy.statistics.isdisjoint({*SUMS, "scan"})
-    return reads_all_queries or attention_tiles.is_faster(query, masked, summed=False)
+    return reads_all_queries or attention_tiles.is_faster(query, mask, summed=False)
 
 
 @dataclasses.dataclass(frozen=True)

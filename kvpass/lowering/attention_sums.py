@@ -127,7 +127,7 @@ def attends_in_tiles(attention: AttentionInputs, summed: bool) -> bool:
     assert attention.cap is None
     assert attention.sink_logit is None
     assert not attention.causal or attention.query.shape[2] == attention.key.shape[2]
-    return attention_tiles.is_faster(attention.query, attention.mask is not None, summed)
+    return attention_tiles.is_faster(attention.query, attention.mask, summed)
 
 
 def _last_indices(valid: Tensor, window: int) -> Tensor:
@@ -141,8 +141,8 @@ def late_statistics(attention: AttentionInputs, valid: Tensor, window: int) -> t
     index = _last_indices(valid, window)
     latest, weight = attention.gathered(index.clamp(min=0)), (index >= 0).float()
     count = valid.sum(-1, keepdim=True).clamp(1, window)
-    if uses_kernel(attention):
-        return _late_by_kernel(latest, weight, count)
+    if uses_kernel(attention) or uses_tiles(attention):
+        return _late_by_column_sums(latest, weight, count)
     last, mean, logits = (zeros(attention) for _ in range(3))
     for part, piece in latest.pieces():
         weights = weight[part[0], None, None, :, None]
@@ -155,14 +155,14 @@ def late_statistics(attention: AttentionInputs, valid: Tensor, window: int) -> t
     return last, mean.div_(count[:, :, None, None]), logits
 
 
-def _late_by_kernel(latest: AttentionInputs, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `late_statistics` of the last queries by the kernel.
+def _late_by_column_sums(latest: AttentionInputs, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `late_statistics` of the last queries, whose mean is one of `column_sums`.
 
     Args:
         weight: float [B, w], one for real queries.
         count: the number of real queries, [B, 1].
     """
-    newest = latest.sliced(slice(0, 1), slice(None))
+    newest = latest.sliced(slice(0, 1), slice(None)).in_float32_on_cpu()
     logits = newest.logits(newest.workspace([slice(0, 1)], newest.query.dtype))
     first = weight[:, None, None, :1, None]
     last = (newest.probs(logits) * first)[..., 0, :]

@@ -28,7 +28,7 @@ QUERIES, KEYS = 64, 128  # of a tile, whose logits take 32 KB
 FEWEST_QUERIES = QUERIES // 2
 """The fewest queries whose attention is computed here: a tile of fewer ones is mostly padding."""
 FEWEST_MASKED = 1024
-"""The fewest queries for which skipping what a mask hides makes tiles faster than the library where that uses AMX."""
+"""The fewest queries for which skipping what a shared mask hides makes tiles faster than the library with AMX."""
 TASKS_WITH_SUMS = 128
 """About how many tasks attention has that adds up columns too; each holds as many sums as there are keys."""
 MESSAGE = 1024  # bytes of an error's text
@@ -288,21 +288,22 @@ def _is_right(dtype: torch.dtype) -> bool:
     return right_sums and torch.allclose(same_sums, sums, atol=1e-2) and torch.allclose(output, probs @ x, atol=1e-2)
 
 
-def is_faster(query: Tensor, masked: bool, summed: bool) -> bool:
+def is_faster(query: Tensor, mask: Tensor | None, summed: bool) -> bool:
     """Return whether attention of queries [B, Hq, q, D] is faster here than by torch's kernel.
 
     torch's kernel multiplies bfloat16 by AMX where the processor has it, as fast as the tiles.  But it skips no tile
-    that a mask hides, and sums need a second pass.  Otherwise it multiplies by MKL, which is slower than the products
-    used here, in float32 also for tensors of 16 bits.
+    that a mask hides, sums need a second pass, and a mask of each head is first copied as numbers for all query heads.
+    Otherwise it multiplies by MKL, which is slower than the products used here, in float32 also for tensors of 16 bits.
 
     Args:
         query: may be fake; a dynamic number of queries counts as many.
-        masked: whether there is a mask.
+        mask: [B or 1, Hq, Hkv or 1, q or 1, S], or None; may be fake.
         summed: whether sums or means of the probabilities are computed as well.
     """
     count = query.shape[2] if isinstance(query.shape[2], int) else sys.maxsize
-    library_is_fast = query.dtype == torch.bfloat16 and inductor.has_matrix_tiles() and not summed
-    if library_is_fast and not masked:
+    shared = mask is None or mask.shape[1] == 1
+    library_is_fast = query.dtype == torch.bfloat16 and inductor.has_matrix_tiles() and shared and not summed
+    if library_is_fast and mask is None:
         return False
     if count < (FEWEST_MASKED if library_is_fast else FEWEST_QUERIES):
         return False

@@ -276,7 +276,8 @@ def _fuses_attention(site: AttentionSite, policy: Policy) -> bool:
     fits = (
         by_library and whole and plain_mask and not policy.renumbers and query.dtype == example_value(site.call).dtype
     )
-    return fits and attention_statistics.fuses_attention(policy, query, key, values, site.mask is not None)
+    mask = None if site.mask is None else example_value(site.mask)
+    return fits and attention_statistics.fuses_attention(policy, query, key, values, mask)
 
 
 def _item(graph: fx.Graph, results: fx.Node, index: int) -> fx.Node:

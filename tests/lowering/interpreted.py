@@ -100,5 +100,5 @@ def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bo
         given = dataclasses.replace(plain, query=query, key=key)
         latest = torch.where(real, torch.arange(count), -1).topk(window)
         chosen, counted = given.gathered(latest.values.clamp(min=0)), (latest.values >= 0).float()
-        late = attention_sums._late_by_kernel(chosen, counted, real.sum(-1, keepdim=True).clamp(1, window))
+        late = attention_sums._late_by_column_sums(chosen, counted, real.sum(-1, keepdim=True).clamp(1, window))
         return list(zip([*attention_sums.column_sums(given, real, 2), *late], expected, strict=True))

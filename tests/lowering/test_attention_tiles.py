@@ -291,29 +291,31 @@ def test_not_a_number_stays_in_its_query(kind, cap):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "queries", "masked", "summed", "faster"),
+    ("dtype", "queries", "mask_heads", "summed", "faster"),
     [
-        (torch.bfloat16, 8000, False, False, False),  # the library is as fast
-        (torch.bfloat16, 8000, True, False, True),  # and skips nothing
-        (torch.bfloat16, 512, True, False, False),
-        (torch.bfloat16, 512, False, True, True),
-        (torch.bfloat16, 16, False, True, False),
-        (torch.float32, 64, False, False, True),  # its products in float32 do not use AMX
-        (torch.float64, 8000, True, True, False),
+        (torch.bfloat16, 8000, 0, False, False),  # the library is as fast
+        (torch.bfloat16, 8000, 1, False, True),  # and skips nothing
+        (torch.bfloat16, 512, 1, False, False),
+        (torch.bfloat16, 512, 2, False, True),  # but copies a mask of each head
+        (torch.bfloat16, 512, 0, True, True),
+        (torch.bfloat16, 16, 2, True, False),
+        (torch.float32, 64, 0, False, True),  # its products in float32 do not use AMX
+        (torch.float64, 8000, 1, True, False),
     ],
 )
-def test_the_librarys_attention_is_taken_where_it_is_as_fast(monkeypatch, dtype, queries, masked, summed, faster):
+def test_the_librarys_attention_is_taken_where_it_is_as_fast(monkeypatch, dtype, queries, mask_heads, summed, faster):
     monkeypatch.setattr(attention_tiles.inductor, "has_matrix_tiles", lambda: True)
     monkeypatch.setattr(attention_tiles.inductor, "dot_products", lambda: frozenset([torch.bfloat16]))
     monkeypatch.setattr(attention_tiles, "_runs", lambda _: True)
     query = torch.empty(1, 4, queries, 8, dtype=dtype, device="meta")
-    assert attention_tiles.is_faster(query, masked, summed) == faster
+    mask = torch.empty(1, mask_heads, queries, 8000, dtype=torch.bool, device="meta") if mask_heads else None
+    assert attention_tiles.is_faster(query, mask, summed) == faster
 
 
 def test_attention_by_the_library_is_that_in_tiles(monkeypatch):
     query, key = torch.randn(1, 4, 70, 8), torch.randn(1, 2, 70, 8)
     attention = AttentionInputs(query, key, None, True, 0.5, None, None)
-    here = attention_tiles.is_faster(query, masked=False, summed=True)
+    here = attention_tiles.is_faster(query, None, summed=True)
     monkeypatch.setattr(attention_tiles, "is_faster", lambda *_: False)
     weight = torch.ones(1, 70)
     output, log_sum_exp, sums = attention_sums.attend(attention, key, weight, 2)
