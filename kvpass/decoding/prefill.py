@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvpass import model_access
 from kvpass.arguments import Positive, check_arguments, require
+from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.model_call import ModelCall, with_logits
 from kvpass.decoding.pin_masks import Pin, pin_mask
@@ -54,7 +55,7 @@ def prefill(
             is as in `DecodeLoop`.
         ids: int64 [B, T].
         attention_mask: [B, tokens seen before + T], 0 for padding, which must be on the left of each row; None for no
-            padding.
+            padding among the new tokens.
         chunk: the number of tokens in a chunk, at least 1.
         cache: a cache of kvpass to continue, or an output that has one; None for an empty one.
         logits: "last" for the logits of the last token, [B, 1, V]; "all" for those of every token, [B, T, V].
@@ -79,6 +80,8 @@ def prefill(
     cache = model_access.cache_in(past_key_values if cache is None else cache)
     seen = _tokens_seen(cache)
     ids = ids.long()
+    if attention_mask is None and seen and caches_in(cache)[0].layout.batch == len(ids):
+        attention_mask = torch.cat([_mask_of_seen(caches_in(cache)[0]), torch.ones_like(ids)], 1)
     mask = padding_mask(ids, attention_mask, seen)
     model_call.check_padding(mask)
     model_call.check_vocabulary(ids)
@@ -155,13 +158,18 @@ def prefix_mask(cache: Any, cache_settings: Any) -> Tensor:
     Raises:
         CacheHandleError: there is no cache of kvpass, or one that was made under other settings.
     """
-    seen, layer = _tokens_seen(cache), next(iter(caches_in(cache)), None)
+    layer = next(iter(caches_in(cache)), None)
     if layer is None:
         raise CacheHandleError("a prefix must be a cache of kvpass, as kvpass.prefill or kvpass.load_cache returns it")
     if layer.backend.cache_settings != cache_settings:
         raise CacheHandleError(f"this prefix was made by {layer.backend}: give the loop the same settings")
-    mask = torch.ones(layer.layout.batch, seen + 1, dtype=torch.int64, device=layer.absent.device)
-    return mask.scatter_(1, torch.where(layer.absent < 0, seen, layer.absent), 0)[:, :seen]
+    return _mask_of_seen(layer)
+
+
+def _mask_of_seen(cache: LayerCache) -> Tensor:
+    """Return the padding mask of the tokens that a cache has seen, int64 [B, tokens seen]."""
+    mask = torch.ones(cache.layout.batch, cache.length + 1, dtype=torch.int64, device=cache.absent.device)
+    return mask.scatter_(1, torch.where(cache.absent < 0, cache.length, cache.absent), 0)[:, : cache.length]
 
 
 def _tokens_seen(cache: Any) -> int:

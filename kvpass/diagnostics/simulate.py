@@ -80,6 +80,7 @@ def simulate(
 
     Args:
         policy: a name, a policy object, or a `kvpass.backend(...)`, which supplies budget, positions and kv_dtype.
+            Weights that a policy has for each layer of a model are those of the first layer.
         q: [B, Hq, T, D], before RoPE.
         k: [B, Hkv, T, D], before RoPE.
         v: [B, Hkv, T, Dv].
@@ -147,7 +148,7 @@ class _Layer:
 
     @property
     def policy(self) -> Policy:
-        return self.backend.policy.for_layer(0, 1)
+        return self.backend.policy
 
     @property
     def stores_unrotated_keys(self) -> bool:
@@ -157,8 +158,7 @@ class _Layer:
     def budget(self) -> int:
         """Tokens to keep between steps; all tokens for a policy that never evicts."""
         budget, tokens = self.backend.budget, self.k.shape[2]
-        governed = self.policy is self.backend.policy
-        kept = slots_for(self.policy, budget, self.prompt) if governed and budget is not None else tokens
+        kept = tokens if budget is None else slots_for(self.policy, budget, self.prompt)
         if not self.policy.evicts and kept < tokens:
             raise BudgetError(f"budget={budget}: {self.policy.name!r} cannot hold {tokens} tokens")
         return kept

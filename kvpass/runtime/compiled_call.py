@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -194,6 +195,23 @@ class WatchedCall:
     def for_copies(self) -> WatchedCall:
         """Return the caller for a copy of the module."""
         return WatchedCall(self.model, self.model_name)
+
+
+class RedirectedForward:
+    """The `forward` of a compiled model, by which direct calls of it are calls of the model.
+
+    Attributes:
+        model: the model.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.__signature__ = model, inspect.signature(model.forward)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the class's `forward` inside of a call of the model, else call the model."""
+        if dynamo.is_traced() or _RUNNING.get():
+            return type(self.model).forward(self.model, *arguments, **named)
+        return self.model(*arguments, **named)
 
 
 def _is_part_of_trace(model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:

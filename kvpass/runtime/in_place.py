@@ -10,7 +10,7 @@ import torch
 from kvpass import model_access
 from kvpass.model_access import cache_parameter
 from kvpass.runtime import layer_regions
-from kvpass.runtime.compiled_call import WatchedCall, compile_module, install_caller
+from kvpass.runtime.compiled_call import RedirectedForward, WatchedCall, compile_module, install_caller
 from kvpass.torch_private import dynamo
 
 
@@ -23,12 +23,17 @@ def compile_in_place(model: torch.nn.Module, backend: Callable[..., Any], strict
     compiled, shared = _modules_to_compile(model), layer_regions.install_regions(model)
     for called in compiled:
         compile_module(called, backend, strict, shared)
-    for inner in _modules_to_watch(model, compiled) if strict else ():
+    watched = _modules_to_watch(model, compiled) if strict else []
+    for inner in watched:
         install_caller(inner, WatchedCall(inner, type(model).__name__, model))
+    if strict and not watched and "forward" not in vars(model):  # no watched module would notice a call of `forward`
+        vars(model)["forward"] = RedirectedForward(model)
 
 
 def _unwatch(model: torch.nn.Module) -> None:
     """Remove the watching calls from the modules of a model."""
+    if isinstance(vars(model).get("forward"), RedirectedForward):
+        del vars(model)["forward"]
     for module in model.modules():
         if isinstance(dynamo.compiled_call(module), WatchedCall):
             dynamo.set_compiled_call(module, None)

@@ -237,3 +237,17 @@ def test_bad_input() -> None:
         kvpass.DecodeLoop(build("Llama"), "window", budget=8, prefill_chunk=0)
     with pytest.raises(kvpass.BudgetError, match="share"):
         kvpass.DecodeLoop(build("Llama"), "window", budget=0.5, prefill_chunk=2)
+
+
+@torch.no_grad()
+def test_padding_of_a_prefix_is_known_from_its_cache() -> None:
+    """Continue a prefix with padding, with the whole mask and without a mask."""
+    ids, mask = prompt(2, 20, (4, 0))
+    run = compiled("h2o", "eager")
+    made = []
+    for given in (torch.cat([mask, torch.ones(2, 5, dtype=mask.dtype)], 1), None):
+        prefix = kvpass.prefill(run, ids, mask, chunk=10).past_key_values
+        made.append(kvpass.prefill(run, ids[:, :5], given, chunk=5, cache=prefix))
+    assert torch.equal(made[0].logits, made[1].logits)
+    with pytest.raises(kvpass.KVPassError):
+        kvpass.prefill(run, ids[:1, :5], chunk=5, cache=made[0])

@@ -174,3 +174,20 @@ def test_a_layer_that_keeps_its_own_window_is_one_of_the_model(name: str, window
     first, second = (layer.policy.partition("(")[0] for layer in report.layers)
     own = type(resolve(name, options)).__name__
     assert (first, second) == ("Window" if window == 8 else own, own)
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_simulated_layer_has_the_statistics_of_the_first(name: str, compiled: bool) -> None:
+    calibration = random_calibration(3, dim=16)
+    first = Calibration(
+        dataclasses.replace(calibration.model, layers=1), {key: x[:1] for key, x in calibration.tensors.items()}
+    )
+    q, k, v = (torch.randn(1, heads, 40, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    found = [
+        kvpass.simulate(
+            name, q, k, v, prompt=20, budget=12, interval=2, compiled=compiled, calibration=each, rope_theta=1e4
+        )
+        for each in (calibration, first)
+    ]
+    assert torch.equal(found[0].positions, found[1].positions)

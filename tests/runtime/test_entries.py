@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import io
 import logging
 import pickle
@@ -37,6 +38,7 @@ from kvpass.runtime.steps import StepRunner
 from kvpass.torch_private import dynamo
 from tests.architectures import zoo
 from tests.models import build, graphs, prompt
+from tests.test_backend import Tiny, loop
 
 POLICY: dict[str, Any] = dict(policy="h2o", budget=8, inner="eager")
 
@@ -167,6 +169,32 @@ def test_a_module_inside_that_runs_uncompiled_refuses_a_cache(name: str) -> None
     model, (ids, _) = kvpass.compile(around(tiny()), **POLICY), prompt(1, 12, ())
     with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="LlamaModel was called by itself"):
         call(model, ids)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_forward_of_a_plain_module_is_a_call_of_it(copied: bool, named: bool) -> None:
+    """Call `forward`, which torch leaves uncompiled, of a model without a module inside that would notice."""
+    model, ids = Tiny().eval(), torch.randint(0, 64, (2, 20))
+    expected = loop(kvpass.compile(copy.deepcopy(model), "streaming", budget=8, inner="eager"), ids)
+    kvpass.compile(model, "streaming", budget=8, inner="eager")
+    model = copy.deepcopy(model) if copied else model
+    assert list(inspect.signature(model.forward).parameters) == ["ids", "past"]
+    call = (lambda ids, past=None: model.forward(ids=ids, past=past)) if named else model.forward
+    assert torch.equal(loop(call, ids), expected)
+    assert isinstance(model.forward(ids)[1][0], Handle)
+
+
+@torch.no_grad()
+def test_forward_is_the_models_own_again_without_strict() -> None:
+    model, ids = Tiny().eval(), torch.randint(0, 64, (2, 20))
+    for strict in (True, False):
+        kvpass.compile(model, "streaming", budget=8, inner="eager", strict=strict)
+    assert not isinstance(model.forward(ids)[1][0], Handle)
+    model.forward = own = functools.partial(Tiny.forward, model)
+    kvpass.compile(model, "streaming", budget=8, inner="eager")
+    assert model.forward is own
 
 
 def test_a_module_inside_runs_without_a_cache_and_unless_strict() -> None:
