@@ -125,8 +125,8 @@ def _chunk_mask(
 def _combined_mask(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Combine a mask and a bias to one mask.
 
-    On a CPU it is additive: Inductor writes a vector of bool there one entry at a time, and torch's attention would copy
-    it to numbers.
+    On a CPU it is additive: there Inductor writes a vector of bool one entry at a time, and torch's attention copies it
+    to numbers.
     """
     if bias is None and mask.device.type != "cpu":
         return mask

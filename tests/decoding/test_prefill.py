@@ -245,9 +245,9 @@ def test_padding_of_a_prefix_is_known_from_its_cache() -> None:
     ids, mask = prompt(2, 20, (4, 0))
     run = compiled("h2o", "eager")
     made = []
-    for given in (torch.cat([mask, torch.ones(2, 5, dtype=mask.dtype)], 1), None):
+    for so_far in (torch.cat([mask, torch.ones(2, 5, dtype=mask.dtype)], 1), None):
         prefix = kvpass.prefill(run, ids, mask, chunk=10).past_key_values
-        made.append(kvpass.prefill(run, ids[:, :5], given, chunk=5, cache=prefix))
+        made.append(kvpass.prefill(run, ids[:, :5], so_far, chunk=5, cache=prefix))
     assert torch.equal(made[0].logits, made[1].logits)
-    with pytest.raises(kvpass.KVPassError):
+    with pytest.raises(kvpass.KVPassError, match="rows"):
         kvpass.prefill(run, ids[:1, :5], chunk=5, cache=made[0])
