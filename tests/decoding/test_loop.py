@@ -440,6 +440,25 @@ def test_a_step_asks_nothing_of_the_device(name: str, given: dict[str, Any]) -> 
     assert HOST.isdisjoint(watched.ran)
 
 
+def test_a_model_without_its_graph_break_is_traced_anew() -> None:
+    """Refuse a loop for a graph break, which torch keeps, and then make an equal one for the mended model."""
+    model, (ids, _) = build("Llama"), prompt(2, 9, ())
+    attention = model.model.layers[0].self_attn
+
+    def breaking(*arguments: Any, **named: Any) -> Any:
+        torch._dynamo.graph_break()
+        return type(attention).forward(attention, *arguments, **named)
+
+    attention.forward, broken = breaking, loop_on(model)
+    broken.prompt(ids)
+    with pytest.raises(kvpass.UnsupportedGraph, match="decode step in 2 graphs of kvpass"):
+        broken.generate(2)
+    del attention.forward
+    mended = loop_on(model)
+    mended.prompt(ids)
+    assert mended.generate(4).shape == (2, 4)
+
+
 def test_refusals() -> None:
     model, (ids, mask) = llama(), prompt(2, 9, ())
     with pytest.raises(kvpass.PolicyError, match="mode"):
