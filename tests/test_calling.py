@@ -513,6 +513,15 @@ def test_a_call_that_does_not_fit_its_cache_is_refused(architecture: str, policy
     assert close(rest.logits, feed(served(architecture, policy), ids).logits[:, 10:], rounding)
 
 
+@costly
+@torch.no_grad()
+def test_a_mask_with_other_rows_than_the_cache_is_refused(architecture: str, policy: str) -> None:
+    model, (ids, _) = served(architecture, policy), prompt(3, 11, ())
+    cache, mask = feed(model, ids[:, :10], None, [9, 1]).cache, torch.ones(2, 11, dtype=torch.int64)
+    with pytest.raises(kvpass.CacheHandleError, match="the attention mask has 2 rows, and the cache has 3"):
+        model(ids[:, 10:], attention_mask=mask, past_key_values=cache)
+
+
 # -- operations on caches ----------------------------------------------------------------------------------
 
 
