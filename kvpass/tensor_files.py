@@ -29,8 +29,7 @@ def write(
     """
     safetensors = library()
     name, unfinished = os.fspath(path), f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}.unfinished"
-    if os.path.exists(name) and not os.path.isfile(name):  # a folder, or a device, which the file would replace
-        raise error(f"{name} cannot be written: it is there, and is no file")
+    check_writable(name, error)
     stored = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     text = json.dumps(metadata)
     try:
@@ -41,6 +40,15 @@ def write(
     finally:
         if os.path.exists(unfinished):
             os.remove(unfinished)
+
+
+def check_writable(path: str | os.PathLike[str], error: type[KVPassError]) -> None:
+    """Raise an error of the class `error` if no file can be written to a path."""
+    name, folder = os.fspath(path), os.path.dirname(os.path.abspath(path))
+    if not os.access(folder, os.W_OK):
+        raise error(f"{name} cannot be written: there is no folder {folder}, or it takes no new files")
+    if os.path.exists(name) and not os.path.isfile(name):  # a folder, or a device, which the file would replace
+        raise error(f"{name} cannot be written: it is there, and is no file")
 
 
 def finish(unfinished: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:

@@ -496,6 +496,32 @@ def test_gradients_are_refused(architecture: str, policy: str) -> None:
         served(architecture, policy)(ids, use_cache=True)
 
 
+@costly
+@pytest.mark.parametrize("change", ["rows", "dtype"])
+def test_a_call_that_does_not_fit_its_cache_is_refused(architecture: str, policy: str, change: str) -> None:
+    """Refuse other rows than the cache's, and weights of another dtype; the conversation goes on without them."""
+    model = on_reference.compile(plain(architecture), **settings(policy))
+    ids, _ = prompt(3, 17, ())
+    begun, rows = feed(model, ids[:, :10], None, [9, 1]), slice(1) if change == "rows" else slice(None)
+    if change == "dtype":
+        model.to(torch.bfloat16)
+    with pytest.raises(kvpass.CacheHandleError, match=r"its cache, which has 3 row\(s\) in torch.float32: .*Error\('"):
+        feed(model, ids[rows, 10:], torch.ones_like(ids)[rows], [1], begun.cache)
+    model.to(torch.float32)
+    rest = feed(model, ids[:, 10:], torch.ones_like(ids), [1] * 7, begun.cache)
+    rounding = 1e-5 if change == "rows" else 1e-2
+    assert close(rest.logits, feed(served(architecture, policy), ids).logits[:, 10:], rounding)
+
+
+@costly
+@torch.no_grad()
+def test_a_mask_with_other_rows_than_the_cache_is_refused(architecture: str, policy: str) -> None:
+    model, (ids, _) = served(architecture, policy), prompt(3, 11, ())
+    cache, mask = feed(model, ids[:, :10], None, [9, 1]).cache, torch.ones(2, 11, dtype=torch.int64)
+    with pytest.raises(kvpass.CacheHandleError, match="the attention mask has 2 rows, and the cache has 3"):
+        model(ids[:, 10:], attention_mask=mask, past_key_values=cache)
+
+
 # -- operations on caches ----------------------------------------------------------------------------------
 
 

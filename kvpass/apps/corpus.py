@@ -121,12 +121,6 @@ def read_file(path: Path) -> str:
         raise KVPassError(f"cannot read the text {path}: {error}; give a UTF-8 file") from error
 
 
-def check_folder_of(out: Path) -> None:
-    """Raise KVPassError if the folder of a file to write does not exist."""
-    if not out.parent.is_dir():
-        raise KVPassError(f"cannot write {out}: there is no folder {out.parent}; make it or choose another --out")
-
-
 def documents(texts: list[list[int]], number: int, length: int, bos: int) -> list[list[int]]:
     """Return `number` documents of `length` tokens, each with `bos` as its first.
 

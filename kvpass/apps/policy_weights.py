@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from kvpass import tensor_files
 from kvpass.apps import checkpoint, corpus, models
 from kvpass.calibration.gate_measurement import measure_gates
 from kvpass.calibration.query_statistics import calibrate
@@ -27,7 +28,7 @@ def write_calibration(parsed: argparse.Namespace) -> None:
     Raises:
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.calibrate`.
     """
-    corpus.check_folder_of(parsed.out)
+    tensor_files.check_writable(parsed.out, KVPassError)
     model, tokens = _model_and_tokens(parsed, MOST_TOKENS)
     calibration = calibrate(model, tokens, window=parsed.window)
     calibration.save(parsed.out)
@@ -45,7 +46,7 @@ def write_gates(parsed: argparse.Namespace) -> None:
     Raises:
         KVPassError: a model, text, table or folder that cannot be used; see also `measure_gates`.
     """
-    corpus.check_folder_of(parsed.out)
+    tensor_files.check_writable(parsed.out, KVPassError)
     if parsed.table is not None:
         head_gates = HeadGates.of_table(parsed.table, _architecture(parsed.model))
     else:

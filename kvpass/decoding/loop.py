@@ -36,8 +36,14 @@ from kvpass.policies.base import Policy
 from kvpass.policies.hashing import PRIME
 from kvpass.runtime import layer_regions
 from kvpass.runtime.compiled_call import CompiledCall
+from kvpass.torch_private import dynamo
 
 CAPTURING = ("reduce-overhead", "max-autotune")
+
+
+def _around(model: torch.nn.Module) -> Callable[..., Any]:
+    """Return a function that calls a model, through which torch traces what another backend has compiled of it."""
+    return lambda *arguments, **named: dynamo.uncompiled_call(model)(*arguments, **named)
 
 
 class DecodeLoop:
@@ -129,7 +135,10 @@ class DecodeLoop:
 
     def _compile_model(self) -> Callable[..., Any]:
         """Return the callable that the loop runs as its model."""
-        compiled = torch.compile(self.model, backend=self.backend)
+        called: Any = self.model
+        if any(dynamo.backend_of(vars(self.model).get(name)) for name in (dynamo.COMPILED_CALL, "forward")):
+            called = _around(self.model)
+        compiled = torch.compile(called, backend=self.backend)
         self.backend.start_builds(self.model)
         regions = layer_regions.install_regions(self.model)
         return CompiledCall(compiled, self.backend.strict, self.model, regions=regions)

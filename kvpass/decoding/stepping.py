@@ -26,6 +26,7 @@ from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassWarning, UnsupportedGraph
 from kvpass.runtime import cache_changes, clocks
+from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.model_arguments import with_dynamic_length
 from kvpass.runtime.run_events import collect_runs
 from kvpass.runtime.step_execution import StepExecutor, StepInputs, StepKey, StepResult, step_key
@@ -144,14 +145,18 @@ def in_mode_of_weights(function: F) -> F:
     """Decorate a method of a loop: run it without gradients, in inference mode if the weights are inference tensors.
 
     Steps write in place to tensors of earlier calls, and torch allows that for tensors of inference mode only there.
-    Calls from several threads take turns.
+    Calls from several threads take turns.  After a refusal, new loops are traced anew.
     """
 
     @functools.wraps(function)
     def run(first: Any, *arguments: Any, **named: Any) -> Any:
         loop = getattr(first, "loop", first)
         with loop.lock, torch.inference_mode(loop.in_inference_mode), torch.no_grad():
-            return function(first, *arguments, **named)
+            try:
+                return function(first, *arguments, **named)
+            except UnsupportedGraph:
+                BackendBase.refused_loops += 1
+                raise
 
     return cast(F, run)
 

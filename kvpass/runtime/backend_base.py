@@ -62,7 +62,14 @@ class BackendBase:
     """The tensors that make the keys of layers which have run a step."""
     cache_numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
     """A counter that numbers the layer caches in the order in which they are made."""
+    refused_before: int = dataclasses.field(default_factory=lambda: BackendBase.refused_loops, repr=False)
+    """The `refused_loops` when the backend was made.
+
+    Torch runs the graphs of one backend for equal ones, also graphs that broke for a reason that is gone since.
+    """
     kv_store: ClassVar[KVStore] = KVStore()
+    refused_loops: ClassVar[int] = 0
+    """How many calls of loops were refused, because of the model or of what torch has traced of it."""
 
     @property
     def cache_settings(self) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvpass import model_access
 from kvpass.cache import model_cache
-from kvpass.errors import UnsupportedGraph
+from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.runtime import model_arguments
 from kvpass.runtime.layer_regions import LayerRegions
 from kvpass.torch_private import dynamo
@@ -33,6 +33,10 @@ UNCOMPILED = (
 MANY_GRAPHS = (
     "torch.compile has made as many graphs of the model as it may, and would run it uncompiled, where the cache grows: "
     "see with TORCH_LOGS=recompiles what changes from call to call, or begin anew with torch._dynamo.reset()"
+)
+WRONG_CACHE = (
+    "the model cannot run this call on its cache, which has {} row(s) in {}: go on with as many rows and in the dtype "
+    "of the model that the conversation began with, or begin a new one. {}"
 )
 APART = (
     "this model of kvpass.compile runs in graphs of its own, as another backend would let its cache grow: leave out "
@@ -87,6 +91,7 @@ class CompiledCall:
 
         Raises:
             UnsupportedGraph: kvpass does not support the kind of cache, or the model ran uncompiled.
+            CacheHandleError: the call does not fit its cache, for example because it has other rows.
         """
         if _is_part_of_trace(self.model, arguments, named):
             return dynamo.uncompiled_call(self.model)(*arguments, **named)
@@ -118,7 +123,7 @@ class CompiledCall:
         with (
             model_arguments.length_context(cache, values),
             model_arguments.counter_context(cache),
-            _running(self.backend),
+            _running(self.backend, cache),
         ):
             result = self.regions.run(dynamo.between_compilations(self.call), arguments, named)
         model_arguments.write_back(given, values)
@@ -286,8 +291,11 @@ def install_caller(model: torch.nn.Module, caller: CompiledCall | WatchedCall) -
 
 
 @contextlib.contextmanager
-def _running(backend: Any) -> Iterator[None]:
-    """Mark that a compiled model runs inside, and turn torch's recompile limit error into `UnsupportedGraph`.
+def _running(backend: Any, cache: Any) -> Iterator[None]:
+    """Mark that a compiled model runs inside, and turn errors of Dynamo that kvpass can explain into its own.
+
+    Args:
+        cache: a cache of kvpass among the arguments, or None.
 
     A compilation that torch refuses to begin has no end at which Dynamo's settings would be restored.
     """
@@ -298,6 +306,10 @@ def _running(backend: Any) -> Iterator[None]:
     except Exception as error:
         if dynamo.is_recompile_limit_error(error):
             raise UnsupportedGraph(MANY_GRAPHS) from error
+        reason = dynamo.reason_untraceable(error) if cache is not None else None
+        if reason is not None:
+            layout = model_cache.caches_in(cache)[0].layout
+            raise CacheHandleError(WRONG_CACHE.format(layout.batch, layout.dtype, reason)) from error
         raise
     finally:
         _RUNNING.reset(token)

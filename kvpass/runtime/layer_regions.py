@@ -59,13 +59,15 @@ class LayerRegions:
             if not tracing.may_run_again or not (regions.may_cause(error) or isinstance(error, UnsupportedGraph)):
                 raise
             tracing.forget()
-            _report(
-                "%s: its layers are traced one by one from now on, which takes longer, as a layer cannot be traced "
-                "once for all: %s: %s",
-                *(self.name, type(error).__name__, error),
-            )
+            reason = (type(error).__name__, str(error))
+        result = call(*arguments, **named)  # or the error is none of regions
         self.usable = False
-        return call(*arguments, **named)
+        _report(
+            "%s: its layers are traced one by one from now on, which takes longer, as a layer cannot be traced "
+            "once for all: %s: %s",
+            *(self.name, *reason),
+        )
+        return result
 
 
 def _report(text: str, *values: object) -> None:

@@ -162,8 +162,13 @@ def compare_with_cache(cache: LayerCache, *columns: Tensor) -> tuple[Tensor, Ten
         Two bools on the device: whether all inputs have one for every real token and some input has zero for each
         other one, the new tokens included; and whether some input has zero for every token that was left out of the
         cache as padding.  Inputs that are too short have unknown numbers for the tokens at their end.
+
+    Raises:
+        CacheHandleError: an input has other rows than the cache.
     """
     inputs, absent = [column[None] if column.ndim == 1 else column.flatten(0, -2) for column in columns], cache.absent
+    if wrong := [len(each) for each in inputs if len(each) not in (1, cache.layout.batch)]:
+        raise CacheHandleError(f"the attention mask has {wrong[0]} rows, and the cache has {cache.layout.batch}")
     length = min(cache.length, *(each.shape[1] for each in inputs))
     before, new = [each[:, :length] for each in inputs], [each[:, cache.length :] for each in inputs]
     nonzero = functools.reduce(torch.logical_and, [each != 0 for each in before])

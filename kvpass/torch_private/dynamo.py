@@ -387,6 +387,16 @@ def is_recompile_limit_error(error: BaseException) -> bool:
     return isinstance(error, FailOnRecompileLimitHit)
 
 
+def reason_untraceable(error: BaseException) -> str | None:
+    """Return torch's reason why an operation of a function fails on the arguments; None for another error."""
+    from torch._dynamo.exc import TorchRuntimeError
+
+    if not isinstance(error, TorchRuntimeError):
+        return None
+    text = str(error)
+    return text.partition("got ")[2].partition("\n")[0] or text
+
+
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute with a module's compiled call; torch leaves it out of copies and pickles."""
 

@@ -198,9 +198,11 @@ def test_a_model_without_a_cache_is_refused():
         signature_of(Bare(), 24)
 
 
-def test_the_command_needs_a_folder_to_write_to(tmp_path, capsys):
-    assert cli.main(["align", "train", "--model", "nowhere", "--out", str(tmp_path / "no" / "a.safetensors")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+@pytest.mark.parametrize(("out", "said"), [("no/a.safetensors", "there is no folder"), ("", "and is no file")])
+@pytest.mark.parametrize("command", ["align train --model", "calibrate", "gates"])
+def test_a_path_that_cannot_be_written_is_refused_before_a_model_is_loaded(command, out, said, tmp_path, capsys):
+    assert cli.main([*command.split(), "nowhere", "--out", str(tmp_path / out)]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

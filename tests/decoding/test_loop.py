@@ -117,11 +117,29 @@ def test_a_loop_on_weights_of_inference_mode_is_saved_right_after_its_prompt(tmp
     assert torch.equal(*(loop.generate(3) for loop in loops))
 
 
-def test_a_model_that_torch_compile_returned() -> None:
-    loops = [loop_on(model) for model in (llama(), torch.compile(llama(), backend="eager"))]
-    for loop in loops:
-        loop.prompt(prompt(1)[0])
-    assert torch.equal(*(loop.generate(3) for loop in loops))
+def compile_forward(model: Any) -> Any:
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    return model
+
+
+def compile_in_place(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "compile_model", [functools.partial(torch.compile, backend="eager"), compile_forward, compile_in_place]
+)
+def test_a_model_that_another_backend_has_compiled(compile_model: Callable[[Any], Any]) -> None:
+    theirs, ids = compile_model(build("Llama", layers=1)), prompt(1)[0]
+    loops = [loop_on(model) for model in (llama(), theirs, theirs)]
+    for loop in loops[:2]:
+        loop.prompt(ids)
+    assert torch.equal(*(loop.generate(3) for loop in loops[:2]))
+    before = graphs()
+    loops[2].prompt(ids)
+    assert torch.equal(loops[1].generate(3), loops[2].generate(6)[:, 3:])
+    assert graphs() == before
 
 
 @pytest.mark.few(1)
@@ -438,6 +456,25 @@ def test_a_step_asks_nothing_of_the_device(name: str, given: dict[str, Any]) -> 
         loop.state.step.run()
     assert len(watched.ran) > 50
     assert HOST.isdisjoint(watched.ran)
+
+
+def test_a_model_without_its_graph_break_is_traced_anew() -> None:
+    """Refuse a loop for a graph break, which torch keeps, and then make an equal one for the mended model."""
+    model, (ids, _) = build("Llama"), prompt(2, 9, ())
+    attention = model.model.layers[0].self_attn
+
+    def breaking(*arguments: Any, **named: Any) -> Any:
+        torch._dynamo.graph_break()
+        return type(attention).forward(attention, *arguments, **named)
+
+    attention.forward, broken = breaking, loop_on(model)
+    broken.prompt(ids)
+    with pytest.raises(kvpass.UnsupportedGraph, match="decode step in 2 graphs of kvpass"):
+        broken.generate(2)
+    del attention.forward
+    mended = loop_on(model)
+    mended.prompt(ids)
+    assert mended.generate(4).shape == (2, 4)
 
 
 def test_refusals() -> None:

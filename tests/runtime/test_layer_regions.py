@@ -312,6 +312,17 @@ def test_a_refused_graph_leaves_the_others_as_they_are(refused: int, monkeypatch
         assert len(backend.layers) == count
 
 
+@pytest.mark.few(1)
+@needs_reuse
+def test_layers_stay_regions_if_a_call_is_refused_without_them_too() -> None:
+    model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
+    compile_in_place(model, backend := Counting(), True)
+    with pytest.raises(kvpass.UnsupportedGraph, match="needs gradients"):
+        model(ids)
+    talk(model, ids, (8, 1, 1))
+    assert backend.layers[-1] == (LAYERS, 1)
+
+
 def test_no_layer_is_a_region_where_dynamo_suppresses_errors() -> None:
     """Check that error suppression disables regions: a failed one would append to the cache twice."""
     compile_in_place(model := models.build("Llama", layers=LAYERS), backend := Counting(), True)

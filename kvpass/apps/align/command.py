@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvpass import tensor_files
 from kvpass.apps import corpus, models
 from kvpass.apps.align.train import TrainedAligner, TrainingSettings
 from kvpass.apps.align.train import train as train_aligner
@@ -50,7 +51,8 @@ def train(parsed: argparse.Namespace) -> None:
 
 def _check_files(out: Path, figures_file: Path, checkpoint: Path, text: Path | None) -> None:
     """Raise KVPassError if a file cannot be written, or would overwrite the aligner or the text."""
-    corpus.check_folder_of(out)
+    for path in (out, figures_file, checkpoint):
+        tensor_files.check_writable(path, KVPassError)
     if out.suffix.lower() == figures_file.suffix:
         raise KVPassError(
             f"cannot write {out}: the figures go to a file of this name; choose another --out, such as "
