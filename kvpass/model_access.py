@@ -115,7 +115,7 @@ def cache_in(value: Any) -> Any:
 
 
 def keys_and_values(cache: Any) -> list[tuple[Any, Any]]:
-    """Return each layer's keys and values in a cache object or nested tuples; None if it has none."""
+    """Return each layer's keys and values in a cache object or nested tuples, None if missing; [] without a cache."""
     layers = getattr(cache, "layers", None)
     if layers is None:
         return [(each[0], each[1]) for each in cache or ()]

@@ -30,7 +30,7 @@ def write(
     safetensors = library()
     name, unfinished = os.fspath(path), f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}.unfinished"
     if os.path.exists(name) and not os.path.isfile(name):  # a folder, or a device, which the file would replace
-        raise error(f"{name} cannot be written: it is there, and is no file")
+        raise error(f"{name} cannot be written: it exists and is not a regular file")
     stored = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     text = json.dumps(metadata)
     try:

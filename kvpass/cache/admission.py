@@ -172,8 +172,8 @@ def _prompt_layout(layout: Layout, prompt: TokensToAdmit, budget: int) -> Layout
     count = prompt.valid.shape[1]
     if not layout.policy.defers or count <= budget:
         return layout
-    # More slots than the layout has, even if the prompt would fit: the next step recognises by them that all surplus
-    # tokens are due, and not one token per new one.
+    # Allocate more slots than the layout has, even if the prompt would fit: from this capacity, the next step knows
+    # that it must evict all surplus tokens at once, and not one token for each new one.
     return dataclasses.replace(layout, capacity=max(layout.capacity, count) + 1)
 
 

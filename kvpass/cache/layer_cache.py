@@ -149,10 +149,10 @@ class LayerCache:
         first_ids: int64 [B], the position ids of the rows' first real tokens, if known and keys are rotated by rank.
         rotated_key: one key rotated to the positions `PROBED` by the prompt, if keys are rotated by rank; see
             `RotarySubgraph.probe`.
-        equal_rotated_key: the same of the last call, found to be equal up to rounding.
+        equal_rotated_key: the last call's rotated key, if it was equal to `rotated_key` up to rounding.
         key_projections: the weights that computed the layer's keys.
         output_projection: its weight [E, Hq Dv], for policies that read it.
-        model: the tensors of the model that made the cache, as far as its graph had them as inputs.
+        model: weak references to the model's tensors that were inputs of the prompt's graph; they identify the model.
         undo_records: records of the last calls, as far as they can be cropped.
         cropped: the cache that replaced this one when tokens were cropped; this one can no longer be continued.
     """

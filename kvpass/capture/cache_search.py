@@ -55,7 +55,7 @@ class Verdict:
     Attributes:
         node: the attention call, or a cache update that feeds none.
         reading: the attention call on its cache, if it can be rewritten.
-        refusal: the reason why it cannot be rewritten; None without a reading means that no growing cache is involved.
+        refusal: the reason why it cannot be rewritten.  Without a reading and a refusal, no growing cache is involved.
         cross_cache: the keys and values of cross-attention, which are returned and never grow.
         outside: the inputs with keys and values of a call that updates no cache; whether they grow, only calls show.
     """

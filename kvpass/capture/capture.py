@@ -63,10 +63,10 @@ class Capture:
 def capture(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     """Convert a graph to canonical form, in a copy.
 
-    Up to three readings are tried, and the first certain one is taken: the graph as it is; if that finds nothing, with
-    einsum equations in the order that capture reads; and with caches [B, S, H, D] transposed.  Without a certain one,
-    the last that found a cache is taken.  See `Capture.is_certain`: keys that seem to be computed from what a prompt
-    caches may be those of a transposed cache.
+    Up to three forms of the graph are tried: the graph as it is; if no cache is found in it, with the dimensions of
+    einsum equations reordered; and with caches [B, S, H, D] transposed.  The first certain result is returned, or else
+    the last one that found a cache.  See `Capture.is_certain`: keys that seem to be computed from a prompt's cached
+    ones may be the keys of a transposed cache.
 
     Args:
         is_handle: for each placeholder, whether its value is a handle of a kvpass cache.

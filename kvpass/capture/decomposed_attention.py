@@ -205,7 +205,7 @@ class _DecompositionReader:
             "clamp_min": self._read_clamp,
         }  # fmt: skip
         if name not in steps:
-            raise Unreadable("this is no operation on logits that kvpass knows")
+            raise Unreadable("kvpass does not support this operation on attention logits")
         return steps[name](node)
 
     def _passes_through(self, node: fx.Node) -> bool:
@@ -320,7 +320,7 @@ class _DecompositionReader:
             following = [n for n in node.users if has_tag(n, "batched") or self._passes_on_probs(n)]
             self.at = node
             if len(following) != 1:
-                raise Unreadable(f"{len(following)} products are made of it, and not the one with the values")
+                raise Unreadable(f"{len(following)} matrix products read it, instead of exactly one, with the values")
             self._check_unmodified(node, node, following[0])
             if has_tag(following[0], "batched"):
                 break

@@ -18,11 +18,11 @@ from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, example_value, is_tensor
 from kvpass.torch_private import dynamo
 
-QUERY_ROTATED_BY_OTHERS = "the query is not rotated by the positions that rotate the key"
+QUERY_ROTATED_BY_OTHERS = "the query and the key are rotated by different positions"
 KEY_ROTATED_BY_OTHERS = (
     "a key is not proven to be rotated by its own position alone: its angles, or what scales it, may follow from tokens"
 )
-ROWS_SHARE_POSITIONS = "the rows of a batch, which may be padded differently, count their tokens in one vector"
+ROWS_SHARE_POSITIONS = "the rows of a batch share one vector of positions, although they may be padded differently"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,9 +29,9 @@ MANIFEST = "manifest.json"
 
 
 def check_target(target: Path) -> None:
-    """Raise ArtifactError if the target is there and is no artifact."""
+    """Raise ArtifactError if the target exists and is not an artifact."""
     if target.exists() and not (target / MANIFEST).is_file():
-        raise ArtifactError(f"{target}: is there, and is no artifact: give another path")
+        raise ArtifactError(f"{target} exists and is not an artifact: give another path")
 
 
 @contextlib.contextmanager

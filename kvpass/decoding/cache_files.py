@@ -52,8 +52,8 @@ def save_cache(cache: Any, path: FilePath) -> None:
     >>> kvpass.save_cache(loop, "talk.safetensors")
 
     Args:
-        cache: a model's cache object, its output, nested tuples of handles, or a DecodeLoop after a prompt, of which
-            tokens that it is ahead and the generator's state are saved too.
+        cache: a model's cache object, its output, nested tuples of handles, or a DecodeLoop after a prompt, whose
+            tokens that were not handed out yet and generator's state are saved too.
         path: of the safetensors file, which is replaced if it exists.
 
     Raises:

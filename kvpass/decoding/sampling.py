@@ -23,8 +23,8 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 always takes the most likely token.
-        top_k: draw from the `top_k` most likely tokens only, and from those that are as likely as the last of these, as
-            in transformers; None for all.
+        top_k: draw from the `top_k` most likely tokens only, and from tokens as likely as the last of them, as in
+            transformers; None for all.
         top_p: draw from the smallest set of most likely tokens with this share of the probability; None for all.
         seed: the seed of the generator.
     """

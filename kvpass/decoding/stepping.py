@@ -51,7 +51,7 @@ class ModelFingerprint:
     """The parameters, buffers, modules and other attributes of a model, to see whether one was replaced.
 
     Objects are compared by identity, and tensors also by memory, dtype, sizes and strides, which `Module.to` changes.
-    The same holds for what dictionaries, lists, sets and plain objects among them hold, such as a configuration.
+    Values in dictionaries, lists, sets and plain objects, such as a configuration, are compared in the same way.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -384,9 +384,9 @@ class RepeatedStep:
     """A decode step that is repeated without Dynamo and without the model's Python.
 
     The loop repeats the arguments of the second step in a row through the model, because Dynamo may have specialised
-    the first on its number of tokens, and because two steps show that the arguments are repeatable: the second step has
-    those that a repeated first one would have.  Otherwise every step runs through the model, as code outside of the
-    graph computes an argument anew.  The loop repeats them only as long as all guards on sizes hold.
+    the first on its number of tokens, and because two steps show that the arguments are repeatable: the second step's
+    arguments must be the first step's, advanced by one token.  Otherwise every step runs through the model, as code
+    outside of the graph computes an argument anew.  The loop repeats them only as long as all guards on sizes hold.
     """
 
     runner: StepExecutor

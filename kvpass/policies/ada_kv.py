@@ -34,7 +34,7 @@ from kvpass.policies.types import Tokens
 MOST_CLASSES = 4
 MOST_CHANGE = 32  # tokens more or less than its share that a class of heads gets
 OF_FEW_HEADS = {2: (1.35, 0.65), 3: (1.45, 1.0, 0.55), 4: (1.55, 1.1, 0.8, 0.55)}
-"""The shares of heads; those of three are the means of SmolLM2-135M's counts, and the others lie near them."""
+"""Budget shares by number of heads; for three, the means of SmolLM2-135M's counts, for the others, similar numbers."""
 LARGE, MIDDLE, SMALL = 4.0, 1.45, 0.22
 """The shares of an eighth, a quarter and the rest of many heads, about those that AdaKV's counts have on average."""
 
@@ -97,8 +97,8 @@ def shares_of(heads: int) -> tuple[float, ...]:
 def classes_of(shares: tuple[float, ...], total: int, least: int) -> tuple[HeadClass, ...]:
     """Return classes of heads whose budgets are about `least` and their shares of the rest of `total` tokens.
 
-    Budgets are whole and equal within a class, and add up to `total`.  The largest class gets what is left over; the
-    others get as few tokens more or less as that takes.  Equal budgets give no classes.
+    Budgets are whole and equal within a class, and add up to `total`.  The class of the largest share gets the rest;
+    the other budgets change by as few tokens as possible to make it divisible.  Equal budgets give no classes.
     """
     counts = [len([*group]) for _, group in itertools.groupby(sorted(shares, reverse=True))]
     rest, whole = total - least * len(shares), math.fsum(shares)

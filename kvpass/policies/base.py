@@ -39,7 +39,7 @@ __all__ = ["Attention", "Clock", "Merge", "Plan", "Policy", "State", "Statistic"
 Kind = TypeVar("Kind", bound="Policy")
 Starts = Annotated[
     tuple[int, ...],
-    Condition("of rising positions, from 1 on", lambda starts: all(a < b for a, b in itertools.pairwise((0, *starts)))),
+    Condition("of at least 1, in increasing order", lambda all_: all(a < b for a, b in itertools.pairwise((0, *all_)))),
 ]
 
 RENAMED_HOOKS = {
@@ -131,7 +131,7 @@ class Policy:
         """
         check_fields(self)
         check_policy(self, Policy)
-        means_nothing = f"means nothing for {self.name!r}: {self.keep_prompt_refusal}"
+        means_nothing = f"has no effect under policy {self.name!r}: {self.keep_prompt_refusal}"
         require(not (self.keep_prompt and self.keep_prompt_refusal), "keep_prompt", self.keep_prompt, means_nothing)
         why = self._why_no_interval if self.interval > 1 else ""
         require(not why, "interval", self.interval, f"must be 1 for {self.name!r}: {why}")
@@ -160,7 +160,7 @@ class Policy:
             return self.interval_refusal
         one_by_one = self.overwrites or self.merges or self.aligns != "never"
         if one_by_one or self._defines("tick"):
-            return "it overwrites, merges, aligns or compacts tokens by a schedule of its own"
+            return "it overwrites, merges, aligns or compacts tokens on its own schedule"
         return ""
 
     @property
@@ -256,9 +256,9 @@ class Policy:
         return ()
 
     def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
-        """Return how much of the layer's budget each head deserves at the end of a prompt: [B, Hkv], any numbers.
+        """Return a score of each KV head at the end of a prompt, [B, Hkv]: higher scores get larger budgets.
 
-        Heads are put into the classes in the order of their counts; of equal counts the lower head comes first.
+        Heads are put into the classes in the order of their scores; of equal scores the lower head comes first.
 
         Args:
             tokens: the tokens of the prompt, after `observe_chunk` and `rescore`; their budget is the mean.

@@ -5,7 +5,7 @@ https://arxiv.org/abs/2502.03805
 
 Budgets of heads are those of AdaKV.  In each head, half of the selected tokens are the best by SnapKV's score s.  The
 rest are the best of the others by (s + epsilon) times the mean over the G query heads of the L1 norm of v W_g, where
-W_g are the columns of the output projection that query head g's output meets.  Evicting such a token would change the
+W_g are the columns of the output projection that multiply the output of head g.  Evicting such a token would change the
 output of the layer most.  The public code has epsilon = 1e-4.
 
 Later tokens form a ring.  A chunk is selected from like a prompt, with norms of the stored values of all tokens.

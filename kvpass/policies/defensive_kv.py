@@ -8,12 +8,12 @@ over `kernel` neighbours, zero beyond either end, and rescaled to the sum that i
 of all queries and of the G query heads of a KV head, and at least the mean of these over the tokens.  It is multiplied
 by what the token's value adds to the output of the layer (`kvpass.policies.critical_kv`), as a share of all KV heads'.
 
-In each head the tokens of highest mean attention are safe that together have less than `mass` of it.  They and then the
-highest scores of all heads win the selected tokens of the layer.  Heads get budgets by their winners as under `ada_kv`.
-Each keeps its safe tokens, then its highest scores, and its window, and goes on with a ring.
+In each head, tokens are safe in order of mean attention while their cumulative share is below `mass`.  They and then
+the highest scores of all heads win the selected tokens of the layer.  Heads get budgets by their winners as under
+`ada_kv`.  Each keeps its safe tokens, then its highest scores, and its window, and continues with a ring.
 
-A chunk is selected from like a prompt.  Held tokens are not averaged with neighbours, of which some are gone, and
-values are not compared among heads, which hold different tokens.  Heads stay in their classes.
+A chunk is selected from like a prompt.  Cached tokens are not averaged with neighbours, because some were evicted, and
+values are not compared across heads, because heads cache different tokens.  Heads stay in their classes.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def _wrong_tensor(value: Any, kind: str, shape: tuple[Any, ...], fits: Callable[
 
 
 def _wrong_values(like: Tensor, is_wrong: Callable[[], Tensor], what: str) -> str:
-    """Describe wrong values of a result; those in compiled code, and on other devices than `cpu`, are not read."""
+    """Describe wrong values of a result; traced tensors, and tensors on other devices than `cpu`, are not read."""
     readable = not is_fake(like) and like.device.type == "cpu"
     return f"it returned {what}" if readable and bool(is_wrong().any()) else ""
 

@@ -55,7 +55,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
     every: Positive = 1
     name = "kv_align"
     weights_class = Aligner
-    interval_refusal = "it repairs rows by a schedule of its own, `every`"
+    interval_refusal = "it repairs rows on its own schedule, `every`"
     keep_prompt_refusal = "a prompt longer than the budget restarts its positions for its last tokens"
     cache_positions_refusal = "kv_align numbers tokens itself"
     renumbers = True

@@ -54,7 +54,7 @@ class Pins:
             PolicyError: the policy cannot have pins, or the call has another shape.
         """
         if policy.keep_prompt_refusal:
-            raise PolicyError(f"pin: means nothing for {policy.name!r}: {policy.keep_prompt_refusal}")
+            raise PolicyError(f"pin: has no effect under policy {policy.name!r}: {policy.keep_prompt_refusal}")
         if policy.divides_heads:
             raise PolicyError(f"pin: not supported for {policy.name!r}, whose heads have budgets of their own")
         if policy.spans:

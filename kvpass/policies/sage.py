@@ -71,7 +71,7 @@ class Sage(Policy):
     top: Positive | None = None
     select_at: Literal["prompt_end", "overflow"] = "prompt_end"
     name = "sage"
-    interval_refusal = "it selects by a schedule of its own, `refresh_interval`"
+    interval_refusal = "it selects on its own schedule, `refresh_interval`"
     keep_prompt_refusal = "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
     shardable = "heads"
     heads = "kv"

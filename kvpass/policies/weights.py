@@ -23,10 +23,10 @@ class Weights:
 
     Class attributes:
         key: the name of their format in the metadata of a file.
-        content: that of a file, for messages: "an aligner".
+        content: what a file contains, for messages: "an aligner".
         error: the class of errors.
         option: the option of a policy that holds them, or the path of a file.
-        how: what that option holds and how to make it, for the error without it.
+        how: what to pass as the option and how to make it, for the error without the option.
         mismatch: the error for another model, with the fields `name`, `made` and `found`, and `weights` itself.
     """
 

@@ -142,7 +142,7 @@ class StepGraph:
         found = example_value(node) if walk.is_size(node) else "a tensor that grows with it"
         raise UnsupportedGraph(
             f"{walk.source_line(node)}: {walk.target_name(node)!r} still depends on the length of the cache ({found}); "
-            "it is not a mask, a rotary embedding or position arithmetic that kvpass can express on slots"
+            "kvpass supports this only in attention masks, rotary embeddings and position arithmetic"
         )
 
     def shape(self, node: fx.Node) -> tuple[Any, ...]:

@@ -132,7 +132,7 @@ class ExportedStep(StepExecutor):
             reason = (
                 "with a compaction"
                 if variant is None
-                else f"behind {length} tokens instead of {self.max_length} at most"
+                else f"after {length} tokens instead of at most {self.max_length}"
             )
             raise ArtifactError(
                 f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that is not loaded"

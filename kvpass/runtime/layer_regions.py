@@ -83,9 +83,9 @@ class RegionForward:
 
     Attributes:
         layers, index: the module list of the layer and its index.  Dynamo's guards name the layer by this path.
-        regions: those of the model that was compiled last with the layer in it; the call does not read them.
+        regions: the regions of the last compiled model that contains the layer; the call does not read them.
         kinds: the exact types of a model's cache and of one layer's that can be passed in parts.
-        made: the types that stand for them in a region.
+        made: the types that replace them inside a region.
         cache: the name and the position of the layer's parameter for its cache.
         nested: the names of parameters that may be tuples; others may too, but Dynamo takes longer to trace them.
     """

@@ -36,8 +36,8 @@ class StepKey(NamedTuple):
     """A key that is equal for two decode steps with the same code and the same buffers."""
 
     compacts: bool
-    windows: tuple[bool, ...]  # whether each layer with a window of its own is full
-    slots: tuple[int, ...]  # the id of each layer's
+    windows: tuple[bool, ...]  # whether each layer with its own window is full
+    slots: tuple[int, ...]  # id() of each layer's slots
     hooks: int  # registered so far, on any module
 
 

@@ -27,10 +27,10 @@ class ShapeKey:
     """Numbers that differ between calls which one rewritten graph can serve.
 
     Attributes:
-        numbers: those of `StepSizeReader.sources`, such as rows and new tokens.
+        numbers: the values of `StepSizeReader.sources`, such as the numbers of rows and of new tokens.
         capacities: of each of `exact_layers`, or else the common capacity of all layers; 1 if layers or heads differ.
         budget: the common budget of all layers; 1 if the capacity determines the budget.
-        exact_layers: the layers whose layouts have `exact_capacity`, so that each has a capacity of its own.
+        exact_layers: the layers whose layouts have `exact_capacity`, so that each has its own capacity.
     """
 
     numbers: tuple[int, ...]
@@ -156,11 +156,10 @@ class CompiledVariant:
 class VariantCache:
     """The rewrites of one step graph.
 
-    The first number of rows, and the first capacity, get static code of their own, which is faster.  The second value
-    of either gets code with dynamic sizes for all further values.  Rows that are dynamic in Dynamo's graph are a second
-    value already, because Dynamo made the graph after a static one.  Chunks of any length share dynamic code from the
-    first one on, and so do layers with exact capacities: as static numbers, these would give each layer code of its
-    own.
+    The first number of rows, and the first capacity, get static code, which is faster.  The second value of either gets
+    code with dynamic sizes for all further values.  A dynamic number of rows in Dynamo's graph counts as a second one,
+    because Dynamo made a static graph before.  Chunks of any length share dynamic code, already the first one, and so
+    do layers with exact capacities: with static numbers, each layer would need separate code.
     """
 
     def __init__(self, symbols: set[str]) -> None:

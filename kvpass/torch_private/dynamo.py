@@ -85,7 +85,7 @@ def is_traced_for(backend: Any) -> bool:
     """Return whether Dynamo traces for this backend or one of kvpass; for functions that are `constant_in_traces`.
 
     Args:
-        backend: of the call of kvpass that is running, or None; it is the answer if torch shows no backend.
+        backend: the backend of the running call of kvpass, or None; it decides if torch does not show its backend.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

@@ -44,7 +44,7 @@ def install() -> bool:
 
 
 def _has_parameters_of(of_torch: Any, ours: Callable[..., Any]) -> bool:
-    """Return whether a function of torch has the parameters of the one that calls it, after the function itself."""
+    """Return whether torch's function has the parameters of ours after its first one, which is torch's function."""
     return callable(of_torch) and [*inspect.signature(of_torch).parameters] == [*inspect.signature(ours).parameters][1:]
 
 
@@ -106,7 +106,7 @@ def _cloning_by(moved: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _moved(source: Any, known: dict[Any, Any]) -> Any:
-    """Return a source with parts replaced as is known, to which the result is added: most sources share their parts."""
+    """Return a source with parts replaced by `known`, which also gets the result: most sources share their parts."""
     if source not in known:
         parts = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
         own = {name: _moved(part, known) for name, part in parts.items() if hasattr(part, "make_guard")}

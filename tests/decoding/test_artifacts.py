@@ -303,7 +303,7 @@ def test_unsupported_exports_are_refused(model: Any, exported: tuple[Path, str],
     with pytest.raises(PolicyError, match=r"batch=2: requests .* have prompts of one row"):
         kvpass.export(model, path, **H2O, rows=2, batch=2)
     (tmp_path / "other").mkdir()
-    for name, message in (("other", "is there, and is no artifact"), ("no/folder", "cannot be written")):
+    for name, message in (("other", "exists and is not an artifact"), ("no/folder", "cannot be written")):
         with pytest.raises(ArtifactError, match=message), artifact_folder.write_folder(tmp_path / name):
             pass
     assert [each.name for each in tmp_path.iterdir()] == ["other"]

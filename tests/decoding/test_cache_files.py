@@ -270,7 +270,7 @@ def test_what_is_no_file_is_never_replaced(saved: Path, compiled: Any, tmp_path:
     make = {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link to a folder": lambda: path.symlink_to("/")}
     make[kind]()
     before, cache = path.lstat(), kvpass.load_cache(saved, compiled)
-    with pytest.raises(CacheFileError, match="cannot be written: it is there, and is no file"):
+    with pytest.raises(CacheFileError, match="cannot be written: it exists and is not a regular file"):
         kvpass.save_cache(cache, path)
     assert path.lstat() == before
 

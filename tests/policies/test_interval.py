@@ -69,7 +69,7 @@ def test_between_compactions_nothing_goes() -> None:
         ("buzz", "it evicts in batches already"),
         ("cascade", "each new token pushes one token"),
         ("d2o", "each evicted token is merged"),
-        ("sage", "it selects by a schedule of its own"),
+        ("sage", "it selects on its own schedule"),
     ],
 )
 def test_policies_with_a_schedule_of_their_own_say_so(name: str, reason: str) -> None:

@@ -63,7 +63,7 @@ def settings_of(parsed: argparse.Namespace) -> EvaluationSettings:
     alone = ", ".join(name for name in dict.fromkeys(parsed.measure) if name in WITHOUT_ROWS)
     if parsed.rows > 1 and alone:
         raise KVPassError(
-            f"--rows {parsed.rows}: means nothing for {alone}; leave it out, in a run of its own with the same --out"
+            f"--rows {parsed.rows}: has no effect on {alone}; leave it out, in a separate run with the same --out"
         )
     names = ("prefill", "chunk", "model", "device", "dtype", "kv_dtype", "inner", "out")
     return EvaluationSettings(

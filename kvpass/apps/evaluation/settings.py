@@ -122,7 +122,7 @@ class Results:
             stored = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else []
             self.entries = [Result(**entry) for entry in stored]
         except (OSError, TypeError, ValueError) as error:
-            raise KVPassError(f"cannot go on with the results in {folder}: {error}; choose another --out") from error
+            raise KVPassError(f"cannot continue with the results in {folder}: {error}; choose another --out") from error
 
     def of(self, key: dict[str, Any]) -> Result | None:
         """Return the result of a case; None if there is none, or a refusal, which a later version may lift."""

@@ -160,7 +160,7 @@ class ConversationStore:
                 raise ApiError("this server keeps no conversations", param="conversation", code="unsupported_field")
             if len(self._by_key) >= self.limits.count:
                 raise ApiError(
-                    f"there are {len(self._by_key)} conversations, as many as this server keeps: delete some",
+                    f"this server already keeps {len(self._by_key)} conversations, its maximum: delete some",
                     *(429, "rate_limit_error", "conversation"),
                     code="too_many_conversations",
                 )

@@ -115,7 +115,7 @@ class Engine:
         if len(self.jobs) + count > self.max_requests:
             self.metrics.requests.labels("rejected").inc(count)
             raise ApiError(
-                f"the server has {len(self.jobs)} requests, as many as it may; try again later",
+                f"the server already has {len(self.jobs)} requests, its maximum; try again later",
                 *(429, "rate_limit_error"),
                 code="too_many_requests",
                 retry_after=self._seconds_until_room(),

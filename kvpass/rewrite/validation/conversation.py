@@ -128,7 +128,7 @@ class Conversation:
 
     def _valid(self) -> Tensor:
         """Return which tokens are real: up to two on the left are padding, and one in the middle (`has_gap`)."""
-        # Padding must be marked by an input, and explicit positions would not count it.  A gap would change ranks.
+        # Only an input can mark padding, and explicit positions would not count it.  A gap would change ranks.
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
         has_positions = self.step.stores_unrotated_keys and self.step.rewrite.positions
         if self.plan.pads_left and self.step.context.padding_inputs.known and not has_positions:

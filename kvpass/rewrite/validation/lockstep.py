@@ -49,7 +49,7 @@ Made = TypeVar("Made")
 
 
 class NotComparable(Exception):
-    """A synthetic call proves nothing: the model's own graph does not run on it, or it cannot be compared."""
+    """A synthetic call cannot be compared, for example because the model's own graph does not run on it."""
 
 
 @contextlib.contextmanager
@@ -275,7 +275,7 @@ class Lockstep:
         """Raise UnsupportedGraph: the graphs differ at an attention call."""
         raise UnsupportedGraph(
             f"{source_line(site.call)}: the rewritten graph is not the model's: {self.label} {problem}; kvpass "
-            "read the model wrongly, so this model cannot run on a bounded cache; please report this defect"
+            "misread the model's graph, so it refuses to run it on a bounded cache; please report this bug"
         )
 
 

@@ -1,8 +1,8 @@
 """Validate a prompt: compare Dynamo's graph, its canonical form, and the graph with the policy's outputs.
 
 They run in lockstep, see `kvpass.rewrite.validation.lockstep`.  A graph for all lengths runs on a short synthetic
-prompt.  Its length and number of rows are no other sizes of the graph, so that confused dimensions show.  A graph for
-one length runs on the current call, with one layer of each kind and some of the queries.
+prompt.  Its length and number of rows differ from the graph's other sizes, so that swapped dimensions show.  A graph
+for one length runs on the current call, with one layer of each kind and some of the queries.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def test_results_are_read_as_they_were_written_and_refusals_are_tried_again(tmp_
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("[{")
-    with pytest.raises(KVPassError, match="cannot go on with the results"):
+    with pytest.raises(KVPassError, match="cannot continue with the results"):
         Results(tmp_path)
 
 
@@ -116,7 +116,7 @@ def test_rows_of_a_measure_without_batches_are_refused(
     out = tmp_path / "out"
     assert cli.main(["eval", "--measure", *measures, "--rows", "4", "--out", str(out), "--text", "nowhere"]) == 2
     named = ", ".join(name for name in measures if name != "perplexity")
-    assert capsys.readouterr().err.startswith(f"kvpass: --rows 4: means nothing for {named}; ")
+    assert capsys.readouterr().err.startswith(f"kvpass: --rows 4: has no effect on {named}; ")
     assert not out.exists()
 
 
