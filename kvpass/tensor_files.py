@@ -46,7 +46,7 @@ def write(
 def finish(unfinished: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Give a written file its name once its content is on the disk.
 
-    After a power failure either the whole file or the one before it has the name.
+    After a power failure the name is that of the whole file or of the file before it.
     """
     with open(unfinished, "rb+") as file:
         os.fsync(file.fileno())

@@ -77,7 +77,7 @@ class GenerationOutput:
     cause: Exception | None = None
 
     def is_finished(self) -> bool:
-        """Return whether the request has finished or failed, so that no further output follows."""
+        """Return whether the request has finished or failed, so that no other output follows."""
         return self.status >= RequestStatus.FINISHED
 
 

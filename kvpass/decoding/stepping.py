@@ -38,7 +38,7 @@ COMPUTED_OUTSIDE = (
     "takes longer: see what breaks the graph with TORCH_LOGS=graph_breaks"
 )
 INTERRUPTED = (
-    "a prompt or a step of this loop was interrupted by an error, or its cache has gone on outside of the loop: call "
+    "a prompt or a step of this loop was interrupted by an error, or its cache was continued outside of the loop: call "
     "reset() and start again from the prompt"
 )
 NO_LOGITS = (
@@ -260,7 +260,7 @@ class DecodeState(abc.ABC):
         self.step = self.step or RepeatedStep(self)
         logits = self.loop.model_call.logits(out)
         self.step.repeat(ran[0], logits, mask, expected)
-        # The model's code sets attributes, its own or those of its cache, so it has to run at every step.
+        # The model's code sets attributes, its own attributes or its cache's, so it has to run at every step.
         if self.loop.fingerprint.has_changed() or self._other_counts() != counts:
             self.step.forget()
         self.choose(logits)
@@ -298,7 +298,7 @@ class LoopState(DecodeState):
         ready: tokens that the host has read and not handed out.
         all_stopped: whether all conversations had stopped when the host read the tokens last.
         stopped_on_host: bool [B], the rows that had stopped then.
-        has_generated: whether the caller has asked for tokens; until then the first one is no part of the conversation.
+        has_generated: whether the caller has asked for tokens; until then the first one is not in the conversation.
     """
 
     def __init__(self, loop: LoopContext, cache: Any, mask: Tensor) -> None:
@@ -342,10 +342,10 @@ class LoopState(DecodeState):
         shapes["mask"] = ((rows, seen), wanted)
         wrong = [name for name, how in shapes.items() if (tuple(tensors[name].shape), tensors[name].dtype) != how]
         if wrong or tensors["ready"].dtype != wanted or tensors["ready"].shape[1:] != (rows,):
-            raise CacheFileError(f"its {', '.join(wrong) or 'ready'} are not those of {rows} conversations")
+            raise CacheFileError(f"its {', '.join(wrong) or 'ready'} do not fit {rows} conversations")
         outside = (tensors["position"] < 0) | (tensors["position"] > seen)
         if loop.model_call.unknown_token(tensors["ids"]) is not None or bool(outside.any()):
-            raise CacheFileError(f"its last tokens or their positions cannot be those of {seen} tokens of this model")
+            raise CacheFileError(f"its last tokens or their positions do not fit {seen} tokens of this model")
         state = LoopState(loop, cache, tensors["mask"].to(loop.device))
         for name, mine in {"ids": state.ids, "position": state.position, "stopped": state.stopped}.items():
             mine.copy_(tensors[name])
@@ -424,21 +424,21 @@ class RepeatedStep:
         if index is None:
             raise UnsupportedGraph(NO_LOGITS)
         self.logits_index = index
-        if any(key.hooks != result.key.hooks for key in self.slots_by_key):  # their keys never come again
+        if any(key.hooks != result.key.hooks for key in self.slots_by_key):  # their keys never occur again
             self._drop_steps()
         self.slots_by_key[result.key] = [cache.slots for cache in self.caches]
 
     def _changed_arguments(self, arguments: tuple[Any, ...], expected: tuple[Any, ...], mask: Tensor) -> list[Any]:
         """Return the arguments that a repeated step would have had otherwise.
 
-        Caches and tensors of the loop follow by themselves, and so do numbers that count no tokens but are sizes.
+        Caches and tensors of the loop follow by themselves, and so do numbers that are sizes and do not count tokens.
         """
         of_loop, counters = (self.state.ids, self.state.position, mask), self.runner.counters
         changed = []
         for index, (argument, wanted) in enumerate(zip(arguments, expected, strict=True)):
             if not isinstance(argument, Tensor):
                 follows = index not in counters or argument == wanted
-            elif tensors.is_wrapper(argument) or tensors.is_wrapper(wanted):  # these have no memory of their own
+            elif tensors.is_wrapper(argument) or tensors.is_wrapper(wanted):  # these have no own memory
                 follows = argument is wanted
             else:
                 follows = isinstance(argument, Handle) or index_of_tensor((wanted, *of_loop), argument) is not None

@@ -113,7 +113,7 @@ class ExportedStep(StepExecutor):
             needed, exported = _describe_difference(entries, self.layouts), _describe_difference(self.layouts, entries)
             raise ArtifactError(
                 f"this prompt needs slots of {needed}, and the artifact was exported for {exported}: run it by a "
-                "DecodeLoop that is not loaded"
+                "DecodeLoop that compiles"
             )
         result = self.advance(StepInputs(caches, arguments))
         self.padding.record_padding(caches, arguments, result.length_before, query_len)
@@ -135,7 +135,7 @@ class ExportedStep(StepExecutor):
                 else f"after {length} tokens instead of at most {self.max_length}"
             )
             raise ArtifactError(
-                f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that is not loaded"
+                f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that compiles"
             )
         rewrite, run = dataclasses.replace(variant[0], query_len=self.query_len(inputs.arguments)), variant[1]
         flat = rewrite.flat_arguments([cache.slots for cache in inputs.caches], inputs.arguments, [], length)

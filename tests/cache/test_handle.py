@@ -94,7 +94,7 @@ def test_a_stale_handle_is_noticed(model: torch.nn.Module) -> None:
     follow(compiled, cache, ids[:, :2])
     for layer, handles in zip(cache.layers, old, strict=True):  # type: ignore[attr-defined]
         layer.keys, layer.values = handles
-    with pytest.raises(kvpass.CacheHandleError, match=r"14 tokens and has since gone on to 16"):
+    with pytest.raises(kvpass.CacheHandleError, match=r"14 tokens and has since continued to 16"):
         follow(compiled, cache, ids[:, 2:3])
 
 

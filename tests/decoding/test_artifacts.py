@@ -151,7 +151,7 @@ def test_calls_without_code_are_refused(model: Any, exported: tuple[Path, str]) 
         loop.prompt(ids[:1, :1])
     with pytest.raises(PolicyError, match="pin: the artifact was exported without code for pinned tokens"):
         loop.prompt(ids[:1], pin=[(0, 2)])
-    with pytest.raises(PolicyError, match="budget: an artifact has its own: load takes pad, read_interval, seed"):
+    with pytest.raises(PolicyError, match="budget: the artifact has this setting: load takes pad, read_interval, seed"):
         kvpass.load(exported[0], model, budget=8)
 
 
@@ -252,7 +252,7 @@ def test_other_versions_processors_and_settings_are_refused(
 
 def test_damaged_folders_are_refused(model: Any, exported: tuple[Path, str], tmp_path: Path) -> None:
     path, digest = exported
-    with pytest.raises(ArtifactError, match="is no artifact"):
+    with pytest.raises(ArtifactError, match="is not an artifact"):
         kvpass.load(tmp_path / "none", model)
     with pytest.raises(ArtifactError, match=f"its digest is {digest}, not 00: it is another artifact"):
         kvpass.load(path, model, digest="00")

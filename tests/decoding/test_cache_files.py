@@ -160,7 +160,7 @@ def test_a_loop_goes_on_with_equal_tokens(tmp_path: Path) -> None:
         (lambda _, tensors: tensors.update({"loop.random": torch.zeros(3, dtype=torch.uint8)}), "cannot be read"),
         (
             lambda _, tensors: tensors.update({"loop.stopped": torch.ones(3)}),
-            "its stopped are not those of 3 conversations",
+            "its stopped do not fit 3 conversations",
         ),
         (lambda header, _: header["config"].update(rms_norm_eps=0.5), "configuration: rms_norm_eps is 1e-06, not 0.5"),
     ]
@@ -339,10 +339,10 @@ CHANGES: list[tuple[Change, str]] = [
     (lambda header, _: change_layer(header, {"heads": True}), "its heads is True"),
     (lambda header, _: change_layer(header, {"dtype": "int8"}), "its dtype is 'int8'"),
     (lambda header, _: change_layer(header, {"dtype": "nn"}), "its dtype is 'nn'"),
-    (lambda header, _: change_layer(header, row_budgets=[8]), "are not those of 2 rows"),
+    (lambda header, _: change_layer(header, row_budgets=[8]), "do not fit 2 rows"),
     (lambda header, _: change_layer(header, row_budgets=[8, 100]), "its capacity cannot be"),
     (lambda header, _: change_layer(header, length=4), "its index and length cannot be|its length cannot be"),
-    (lambda _, tensors: tensors["0.free"].fill_(9), "its free cannot be those of 13 tokens in 9 slots"),
+    (lambda _, tensors: tensors["0.free"].fill_(9), "its free do not fit 13 tokens in 9 slots"),
     (lambda _, tensors: tensors["0.free"].fill_(-1), "its free cannot be"),
     (lambda _, tensors: tensors["0.position"].fill_(99), "its position cannot be"),
     (lambda _, tensors: tensors["0.rank"].fill_(99), "its rank cannot be"),
@@ -444,7 +444,7 @@ def test_other_models_and_settings_are_refused(saved: Path, compiled: Any) -> No
             kvpass.load_cache(saved, torch.compile(build("Llama", layers=1), backend=backend))
     with pytest.raises(CacheFileError, match="it holds no DecodeLoop: pass its model"):
         kvpass.load_cache(saved, kvpass.DecodeLoop(build("Llama", layers=1), "h2o", budget=8))
-    with pytest.raises(CacheFileError, match="a int is no model"):
+    with pytest.raises(CacheFileError, match="a int is not a model"):
         kvpass.load_cache(saved, 3)
 
 
@@ -510,5 +510,5 @@ def test_clocks_that_are_not_those_of_the_policy_are_refused(policy: str, tmp_pa
             lambda header, _, change=change: header["layers"][0].update(clocks=change(header["layers"][0]["clocks"])),  # type: ignore[misc]
             tmp_path / "changed",
         )
-        with pytest.raises(CacheFileError, match="are not those of 2 rows"):
+        with pytest.raises(CacheFileError, match="do not fit 2 rows"):
             kvpass.load_cache(path, compiled)
