@@ -4,7 +4,7 @@ DefensiveKV (Feng et al., "Taming the Fragility of KV Cache Eviction in LLM Infe
 https://arxiv.org/abs/2510.13334
 
 Once, at the end of a prompt, each of its last `window` queries has its attention to the tokens before them averaged
-over `kernel` neighbours, zero beyond either end, and rescaled to the sum that it had.  A token's score is the highest
+over `kernel` neighbours, zero beyond either end, and rescaled to its previous sum.  A token's score is the highest
 of all queries and of the G query heads of a KV head, and at least the mean of these over the tokens.  It is multiplied
 by what the token's value adds to the output of the layer (`kvpass.policies.critical_kv`), as a share of all KV heads'.
 
@@ -80,7 +80,7 @@ class DefensiveKV(AdaKV):
 
     def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
         selected = self.compacted(tokens.budget) - self.window
-        assert isinstance(selected, int)  # rows have no budgets of their own
+        assert isinstance(selected, int)  # rows have equal budgets
         safe, position = self._safe_tokens(tokens, selected), torch.where(self._competes(tokens), tokens.position, -1)
         score = torch.where(safe, torch.inf, tokens.state["impact"])
         return count_winners(score, position, selected, self.safeguard)

@@ -102,9 +102,9 @@ class Tokens:
         return dataclasses.replace(self, state={**self.state, **changes})
 
     def lowest(self, score: Tensor) -> Tensor:
-        """Return the slot [B, H'] to overwrite next: a free one, else that of the token of lowest score.
+        """Return the slot [B, H'] to overwrite next: a free slot, else the slot of the token of lowest score.
 
-        If rows have different budgets, a row that holds more than its budget takes none of its free slots.
+        If rows have different budgets, a row with more tokens than its budget uses none of its free slots.
         """
         free: float | Tensor = lowest_value(score.dtype)
         if isinstance(self.budget, Tensor):  # a full row has free slots if another row's budget is larger
