@@ -144,7 +144,7 @@ class LayerReport:
         full_nbytes: bytes that a cache of all tokens would use.
         notes: further facts.
         pinned: int64 [B, Hkv, m], the pinned ones of `positions`, sorted, -1 after the last.
-        capacities: for each class of KV heads with budgets of their own, the number of heads and of slots of each; ()
+        capacities: for each class of KV heads with different budgets, the number of heads and of slots of each; ()
             for equal heads.
     """
 

@@ -51,7 +51,7 @@ def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inducto
 
 
 def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
-    """Return what an artifact's manifest has about a prompt graph, or refuse a prompt that needs its graph."""
+    """Return the manifest's entry for a prompt graph, or refuse a prompt that needs its graph."""
     graph = runner.graph
     _refuse(
         {
@@ -169,14 +169,14 @@ def check_layouts(caches: Sequence[LayerCache]) -> None:
     _refuse(
         {
             "slots whose number depends on the prompt": any(cache.layout.exact_capacity for cache in caches),
-            "heads with budgets of their own": any(cache.layout.policy.divides_heads for cache in caches),
-            "layers with a sliding window of their own": any(cache.window is not None for cache in caches),
+            "heads with different budgets": any(cache.layout.policy.divides_heads for cache in caches),
+            "layers with their own sliding window": any(cache.window is not None for cache in caches),
         }
     )
 
 
 def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[str, Any]:
-    """Return the entry of a step graph that has run in an artifact's manifest; `ids_index` is of the token ids."""
+    """Return an artifact's entry for a step graph that has run; `ids_index` is the index of the token ids."""
     return dict(
         padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
         counters=list(runner.counters),

@@ -29,7 +29,7 @@ from kvpass.user_budget import Budget, slots_for, slots_of_rows
 
 MIXED = (
     "budget={budget!r} gives rows {shares} tokens, and the model has a layer that stores its last {window}: some "
-    "rows may hold all of these, and need no policy in that layer, and other rows may not; give a number of slots, or "
+    "rows can keep all of these, and need no policy in that layer, and other rows cannot; give a number of slots, or "
     "rows of one length"
 )
 
@@ -139,7 +139,7 @@ class PendingPrompt:
         for layer in layers:
             if layer.policy is self.backend.policy:
                 planned.append((budget, next(mine)))
-            else:  # it holds its window, or every token
+            else:  # it keeps its window, or every token
                 tokens = whole if layer.site.window is None else layer.site.window
                 planned.append((tokens, Plan(tokens, layer.policy.capacity(tokens))))
         return planned

@@ -19,16 +19,16 @@ from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.lru_cache import LruCache
 from kvpass.torch_private import dynamo, inductor, symbolic_shapes
 
-MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ in nothing but sizes
+MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ in sizes only
 
 
 @dataclasses.dataclass(frozen=True)
 class ShapeKey:
-    """Numbers that differ between calls which one rewritten graph can serve.
+    """Numbers that differ between calls that one rewritten graph can serve.
 
     Attributes:
         numbers: the values of `StepSizeReader.sources`, such as the numbers of rows and of new tokens.
-        capacities: of each of `exact_layers`, or else the common capacity of all layers; 1 if layers or heads differ.
+        capacities: those of `exact_layers`, or else the common capacity of all layers; 1 if layers or heads differ.
         budget: the common budget of all layers; 1 if the capacity determines the budget.
         exact_layers: the layers whose layouts have `exact_capacity`, so that each has its own capacity.
     """
@@ -127,7 +127,7 @@ class CompiledVariant:
         return same and (sizes is None or sizes.hold([key.all_numbers[index] for index in self._dynamic_indices]))
 
     def _release_graph(self, graph: fx.Graph) -> None:
-        """Drop the graph, which nothing reads once it is compiled; code that runs it keeps no example tensors."""
+        """Drop the graph, which nothing reads after it is compiled; code that runs it keeps no example tensors."""
         splicing.release_example_data(graph)
         self._rewrite.rewritten_gm = None
         for rewrite in self._by_key.snapshot():
@@ -179,7 +179,7 @@ class VariantCache:
 
         Args:
             call_key: all that the variant depends on, including the shape key.
-            shared: the key of what the variant depends on besides its shape key; None for static sizes only.
+            shared: the key of the other properties that the variant depends on; None for static sizes only.
             decodes: whether the call has a single new token.
         """
         dynamic = None if shared is None else self._find_dynamic((shared, key.dynamic_indices), key, decodes, rewrite)
