@@ -7,7 +7,7 @@
               w = q @ K.transpose(2, 3) * 0.25 + mask
               out = softmax(w, -1) @ V
 
-No later stage knows how models spell attention and caches.
+Later stages do not see how models write attention and caches.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _normalized(dynamo_gm: fx.GraphModule) -> fx.GraphModule:
 def _capture_heads_first(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture | None:
     """Convert a graph with caches [B, S, H, D]; None if there are none.
 
-    Outputs in that order that no attention call grows, such as keys of cross-attention, reach the model as they are.
+    Outputs in that order that no attention call grows, such as keys of cross-attention, reach the model unchanged.
     """
     names, returned = heads_first.find_tokens_first(_normalized(dynamo_gm)), walk.results(dynamo_gm.graph)
     for _ in range(2):
@@ -171,7 +171,7 @@ def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> list[Attentio
         The first attention call on each cache, with later calls on the same cache as `shared_by`.
 
     Raises:
-        UnsupportedGraph: the slots of a layer cannot hold what is cached.
+        UnsupportedGraph: the slots of a layer cannot store the cached tensors.
     """
     results = {node for r in readings for node in (*r.call.results, r.key.grown, r.value.grown)}
     # Writes in place to the logits are among these nodes, although nothing uses their results.

@@ -350,9 +350,9 @@ NO_ATTENTION |= {
     "written by subscript": (in_place(lambda t: t.__setitem__((..., 0), 0.0), "logits"), "setitem", "no operation"),
     "written by a view": (in_place(lambda t: t[..., 0].fill_(0.0), "logits"), "fill_", "another view"),
     "written by an unknown operation": (in_place(lambda t: t.sin_(), "logits"), "sin_", "not support this operation"),
-    "probabilities are written": (in_place(lambda t: t.mul_(0.5), "probabilities"), "mul_", "amid the computation"),
-    "keys are written": (in_place(lambda t: t.mul_(0.5), "keys"), "mul_", "amid the computation"),
-    "a bias is written": (in_place(lambda t: t.mul_(0.5), "bias"), "mul_", "amid the computation"),
+    "probabilities are written": (in_place(lambda t: t.mul_(0.5), "probabilities"), "mul_", "during the computation"),
+    "keys are written": (in_place(lambda t: t.mul_(0.5), "keys"), "mul_", "during the computation"),
+    "a bias is written": (in_place(lambda t: t.mul_(0.5), "bias"), "mul_", "during the computation"),
 }
 
 
