@@ -219,7 +219,7 @@ def _call_inputs(nodes: set[fx.Node]) -> set[fx.Node]:
 def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
     """Return the reason why an attention call that updates no cache cannot stay unchanged, or None if it can.
 
-    If queries, keys and values are all inputs, the cache grew before a graph break.  With equally many keys and queries,
+    If queries, keys and values are all inputs, the cache grew before a graph break.  With as many keys as queries,
     as in a prompt or an encoder, that is harmless.  Queries that the graph itself computes may attend to an encoder's
     output.  The search stops at `ends`, the results of all attention calls.
     """
