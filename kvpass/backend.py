@@ -113,7 +113,7 @@ class Backend(BackendBase):
             warnings.warn(LAST_GRAPH, KVPassWarning, stacklevel=2)
         if isinstance(runner, PromptRunner):
             runner.compile(examples)
-        # Dynamo copies the attributes of a callable object, and would keep what the runner drops.
+        # Dynamo copies the attributes of a callable object, and would keep objects that the runner drops.
         run = _noting_runs(self.compile_prompt(copy, examples)) if runner is None else runner.__call__
         return check.around(run) if check else run
 
@@ -361,7 +361,7 @@ again.
 def by_name(
     gm: fx.GraphModule, examples: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Any:
-    """Compile a graph for torch.compile(model, backend="kvpass", options={...}); the options are those of `backend`.
+    """Compile a graph for torch.compile(model, backend="kvpass", options={...}); for the options see `backend`.
 
     Graphs with equal options share one backend, with its counter of layers, while one of them exists.
     """

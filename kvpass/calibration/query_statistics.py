@@ -31,7 +31,7 @@ FIRST = 4
 PROBES = 8
 """How many tokens the rotary embedding is measured with."""
 POSITIONS = tuple(2**n for n in range(11))
-"""The positions at which it is measured: each tells the frequency twice as exactly as the one before."""
+"""The positions at which it is measured: each gives the frequency twice as exactly as the previous one."""
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """The largest relative difference of a key from its rotated form."""
 
@@ -213,7 +213,7 @@ class AttentionReader:
         self.compiled = torch.compile(run, backend=self, dynamic=False)
 
     def __call__(self, dynamo_gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """Return what runs in place of one graph of Dynamo and records its attention calls, or raises a refusal."""
+        """Return a callable that replaces a graph of Dynamo and records its attention calls, or raise an error."""
         try:
             with walk.converting_errors(filter(decomposed_attention.is_boundary, dynamo_gm.graph.nodes)):
                 captured = capture(dynamo_gm, [False] * len(examples))

@@ -162,7 +162,7 @@ class LayerReport:
 
     @property
     def slots(self) -> str:
-        """The number of slots, or those of each class of heads: "1x116 1x53 1x29"."""
+        """The number of slots, or the numbers for each class of heads: "1x116 1x53 1x29"."""
         return " ".join(f"{heads}x{slots}" for heads, slots in self.capacities) or str(self.capacity)
 
 

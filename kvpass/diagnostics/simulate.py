@@ -122,7 +122,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, prompt: int, theta: float | N
     if q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
         raise KVPassError(f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads")
     if not 1 <= prompt <= q.shape[2]:
-        raise KVPassError(f"prompt={prompt} must lie between 1 and the number of tokens, {q.shape[2]}")
+        raise KVPassError(f"prompt={prompt} must be between 1 and the number of tokens, {q.shape[2]}")
 
 
 def rotary(x: Tensor, position: Tensor, theta: float) -> Tensor:

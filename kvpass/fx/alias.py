@@ -146,7 +146,7 @@ def writers_to(nodes: set[fx.Node]) -> list[fx.Node]:
 def overwriting_node(nodes: set[fx.Node], alias_sets: AliasSets, since: fx.Node | None = None) -> fx.Node | None:
     """Return the first node outside `nodes` that writes to their memory, after `since` if that is given, or None.
 
-    Such a write means that `nodes` alone do not determine what is computed.
+    Such a write means that `nodes` alone do not determine the computed values.
     """
     others = {writer for node in nodes for writer in alias_sets.writers(node)} - nodes
     return min((writer for writer in others if since is None or since < writer), default=None)

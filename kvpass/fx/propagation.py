@@ -39,7 +39,7 @@ _LIKE = frozenset({"expand_as", "view_as"})  # the second operand gives only its
 def propagate_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     """Return the result's dimension whose slice k is computed from slice k of the operand's `dim`, or None.
 
-    The answer holds for this operand alone: a caller asks about each operand that has the axis.
+    The answer is for this operand alone: a caller asks about each operand that has the axis.
     """
     if not isinstance(example_value(operand), (torch.Tensor, tuple, list)) or example_value(node) is None:
         return None
@@ -201,7 +201,7 @@ def _in_equation(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 
 
 class SmallSizes:
-    """The sizes of some nodes with small numbers in place of symbols, on which their operations run.
+    """The sizes of some nodes with small numbers instead of symbols, on which their operations run.
 
     Different sizes have different numbers: where two dimensions had one number, an operation that takes one of them for
     the other would go unnoticed.
@@ -229,7 +229,7 @@ class SmallSizes:
                 return number(argument, self._known)
             if operator_name(node) in _LIKE:
                 return torch.empty(()).expand(self.shape(argument))
-            raise TypeError(f"{argument} is no size")
+            raise TypeError(f"{argument} is not a size")
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), replace)
         with tensors.real_tensors():

@@ -34,7 +34,7 @@ def number(size: Any, known: Mapping[Any, int]) -> int:
 
 
 def text(size: Any, renamed: Mapping[Any, Any]) -> str:
-    """Return a size as text, with other symbols in place of some."""
+    """Return a size as text, with other symbols instead of some."""
     return str(expr(size).xreplace(renamed))
 
 

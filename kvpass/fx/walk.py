@@ -62,7 +62,7 @@ def reach(
     """Yield nodes, and all nodes that are reached from them, each once.
 
     Args:
-        following: returns the nodes to which the walk goes on from a node, such as its operands or its users.
+        following: returns the nodes to which the walk continues from a node, such as its operands or its users.
         stop: nodes at which the walk ends, and that are not yielded.
     """
     seen, todo = set(stop), list(nodes)
@@ -154,7 +154,7 @@ def converting_errors(calls: Iterable[fx.Node]) -> Iterator[None]:
         line = next((source_line(node) for node in calls), "a graph without attention")
         raise UnreadableGraph(
             f"{line}: reading the graph failed with {type(error).__name__}: {error}. The model is spelled in a way "
-            "that kvpass does not know; run it uncompiled, or report what is at that line"
+            "that kvpass does not know; run it uncompiled, or report that line of code"
         ) from error
 
 

@@ -79,7 +79,7 @@ def in_order(tokens: Iterable[Token]) -> list[Token]:
 
 
 def split_at(tokens: list[Token], position: int) -> tuple[list[Token], list[Token]]:
-    """Return the tokens before a position, and those from there on."""
+    """Return the tokens before a position, and the tokens from there."""
     return [t for t in tokens if t.position < position], [t for t in tokens if t.position >= position]
 
 

@@ -94,7 +94,7 @@ class ReferenceLayer:
             to_admit: the new tokens, with keys as they are stored; its `TokensToAdmit.attention` is ignored.
             probabilities: float32 [B, Hq, q, N + q] of the new tokens' queries over [cached, new].
             logits: likewise, before the softmax and the policy's bias.
-            part: the tokens are the first part of a longer chunk, so a single token is no decode step.
+            part: the tokens are the first part of a longer chunk, so a single token is not a decode step.
         """
         policy, count = self.layout.policy, to_admit.valid.shape[1]
         first_new = probabilities.shape[-1] - count
@@ -122,7 +122,7 @@ class ReferenceLayer:
     def attends_to_stored(self, count: int) -> bool:
         """Return whether `count` new tokens are attended to in their stored form, not in the model's.
 
-        That holds for a single token, unless a policy that defers eviction still keeps the whole prompt.
+        This is true for a single token, unless a policy that defers eviction still keeps the whole prompt.
         """
         budget = min(row[0].budget for row in self.streams)
         defers = self.layout.policy.defers and self.fed == 1 and self.length > budget

@@ -138,7 +138,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, damage):
     settings, checkpoint = dataclasses.replace(SMALL, steps=2), tmp_path / "run.pt"
     train(build("GPT2"), text(), settings, checkpoint)
     damage(checkpoint, torch.load(checkpoint))
-    with pytest.raises(AlignerError, match=r"run.pt is damaged or no checkpoint of a training .*; remove it to start"):
+    with pytest.raises(AlignerError, match=r"run.pt is damaged or not a training checkpoint .*; remove it to start"):
         train(build("GPT2"), text(), settings, checkpoint)
 
 

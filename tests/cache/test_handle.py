@@ -190,7 +190,7 @@ def test_a_replaced_tensor_loses_nothing_else(model: torch.nn.Module) -> None:
 def test_another_backend_refuses_the_cache(model: torch.nn.Module) -> None:
     _, cache, ids = started(model)
     other = torch.compile(model, backend=kvpass.backend("window", budget=BUDGET, inner="eager"))
-    with pytest.raises(kvpass.CacheHandleError, match="cannot go on"):
+    with pytest.raises(kvpass.CacheHandleError, match="cannot be continued by"):
         follow(other, cache, ids[:, :1])
 
 

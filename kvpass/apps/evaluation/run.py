@@ -98,7 +98,7 @@ def main(parsed: argparse.Namespace) -> None:
     reported = [result for key in keys for result in results.entries if result.key == key]
     print(report.write(settings.out, settings.measures, reported), end="")
     if all(result.error is not None for result in reported):
-        raise KVPassError(f"nothing was measured, as every case is refused; the first one: {reported[0].error}")
+        raise KVPassError(f"nothing was measured, because every case is refused; the first one: {reported[0].error}")
 
 
 class _Runner:

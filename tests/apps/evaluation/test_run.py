@@ -163,7 +163,7 @@ def test_a_run_that_measures_nothing_says_so(
     text.write_text("def a(x):\n    return x + 1\n" * 9)
     arguments = ["eval", "--model", str(checkpoint), "--text", str(text), "--inner", "nope", "--policy", "h2o"]
     assert cli.main([*arguments, "--tokens", "64", "--out", str(tmp_path / "out")]) == 2
-    assert "nothing was measured, as every case is refused; the first one: inner='nope'" in capsys.readouterr().err
+    assert "nothing was measured, because every case is refused; the first one: inner='nope'" in capsys.readouterr().err
 
 
 def test_an_unknown_policy_is_refused_before_anything_is_loaded(
