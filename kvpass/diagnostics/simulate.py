@@ -48,7 +48,7 @@ class Trace:
             prompt and after each step.
         output: [B, Hq, T, Dv].
         keys, values: [B, Hkv, C, D] and [B, Hkv, C, Dv], the final rows in the order of `positions[-1]`,
-            zero after the last; keys as they are stored (before RoPE with `positions="cache"`).
+            zero after the last; keys as stored (before RoPE with `positions="cache"`).
     """
 
     positions: Tensor
@@ -96,7 +96,7 @@ def simulate(
         The cached tokens after each step, the output of the layer, and the final rows.
 
     Raises:
-        PolicyError: see `kvpass.backend`, or a setting together with a backend, which has its own.
+        PolicyError: see `kvpass.backend`, or a setting in addition to a backend, which has its own settings.
         BudgetError: see `kvpass.backend`, or a budget below all tokens for a policy that keeps every token.
         KVPassError: shapes that do not fit together.
     """
@@ -160,7 +160,7 @@ class _Layer:
         governed = self.policy is self.backend.policy
         kept = slots_for(self.policy, budget, self.prompt) if governed and budget is not None else tokens
         if not self.policy.evicts and kept < tokens:
-            raise BudgetError(f"budget={budget}: {self.policy.name!r} cannot hold {tokens} tokens")
+            raise BudgetError(f"budget={budget}: {self.policy.name!r} cannot keep {tokens} tokens")
         return kept
 
     def layout(self, plan: Plan) -> Layout:
