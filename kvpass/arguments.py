@@ -143,7 +143,7 @@ def _value(name: str, value: Any, check: _Check) -> Any:
 
 
 def require(condition: bool, option: str, value: object, why: str) -> None:
-    """Raise a PolicyError that names the option unless `condition` holds."""
+    """Raise a PolicyError that names the option unless `condition` is true."""
     if not condition:
         raise PolicyError(f"{option}={short_text(value)}: {why}")
 

@@ -70,7 +70,7 @@ class ModelCall:
             pins: the new tokens to pin.
 
         Raises:
-            CacheHandleError: the returned cache does not count these tokens after those that it had seen, or it is not
+            CacheHandleError: the returned cache does not count these tokens after the ones seen before, or it is not
                 of kvpass and tokens were to be pinned in it.
         """
         given: dict[str, Any] = {} if omit_mask else dict(attention_mask=mask, position_ids=position)

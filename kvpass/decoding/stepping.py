@@ -314,7 +314,7 @@ class LoopState(DecodeState):
 
     def mask(self) -> Tensor:
         steps = torch.arange(self.seen - self.prompt_mask.shape[1], device=self.prompt_mask.device)
-        # A row's real tokens are those of its prompts and then one per step, up to the step where it stopped.
+        # A row's real tokens are its prompts' and then one per step, up to the step where it stopped.
         generated = self.position + self.stopped[:, None] - self.prompt_mask.sum(-1, keepdim=True)
         return torch.cat([self.prompt_mask, (steps < generated).to(self.prompt_mask.dtype)], 1)
 

@@ -219,7 +219,7 @@ def signature(name: str) -> tuple[str, ...]:
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a node by name: with defaults for a library's operator, else as far as the table names them."""
+    """Return the arguments of a node by name: for a library's operator with defaults, else if the table names them."""
     names, defaults = signature(operator_name(node)), dict[str, Any]()
     if fx_nodes.is_operator(node):
         names, defaults = fx_nodes.schema(node)

@@ -282,7 +282,7 @@ class StatisticsOperands(AttentionInputs):
         )
 
     def attention(self, policy: Policy, valid: Tensor, budget: Budget | Tensor) -> Attention:
-        """Compute the statistics of the queries' attention; the arguments are those of `statistics`."""
+        """Compute the statistics of the queries' attention; for the arguments see `statistics`."""
         if not policy.statistics:
             return Attention()
         results = statistics(policy, self, valid, budget)

@@ -47,7 +47,7 @@ class Vase(Policy):
 
     Attributes:
         variant: "attn" for ranges of values and attention, "dkv" for a sketch of keys and values.
-        sinks, recent: the first and the last tokens that always stay; as many queries vote as there are recent tokens.
+        sinks, recent: the first and the last tokens that always stay; the last `recent` queries vote.
         large: the share of the kept tokens that stay for the range of their values.
         kernel: the width of the smoothing.
         seed: any integer from 0 to 2**31 - 2.

@@ -69,7 +69,7 @@ class PendingPrompt:
         notes, first_ids, rotated_key, model: see `LayerCache`.
         layers: the results of the prompt in each layer; the list is emptied as they are admitted, unless the cache can
             be cropped.
-        new: the number of tokens, without those of an adopted past.
+        new: the number of tokens, without an adopted past's.
     """
 
     backend: BackendBase

@@ -149,7 +149,7 @@ class StepSizeReader:
     def holds_after(
         self, other_sizes: SizeInterpretation, arguments: tuple[Any, ...], length: int
     ) -> Callable[[int], bool]:
-        """Return a predicate of n: whether the graph's guards hold n tokens after a call."""
+        """Return a predicate of n: whether the graph's guards are true n tokens after a call."""
         following = {symbol for symbol, size in zip(self.other_sources, other_sizes, strict=True) if size is None}
         counting = {symbol for symbol, index in self.counters.items() if arguments[index] == length}
         now = shapes.measure_symbols(self._canonical_gm.graph, arguments)
@@ -193,7 +193,7 @@ def _counters(canonical_gm: fx.GraphModule) -> dict[Any, int]:
 
 
 def guard_predicate(guards: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:
-    """Return a predicate: whether guards still hold once some symbols have grown by a number.
+    """Return a predicate: whether guards are still true after some symbols have grown by a number.
 
     Args:
         guards: boolean expressions of the symbols.

@@ -126,7 +126,7 @@ class StepRunner(StepExecutor):
         return self.sizes.query_len(arguments)
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
-        """Return a predicate of n: whether the graph's guards hold n tokens after a step that ran."""
+        """Return a predicate of n: whether the graph's guards are true n tokens after a step that ran."""
         return self.sizes.holds_after(result.inputs.other_sizes, result.arguments, result.length_before)
 
     # -- variants ---------------------------------------------------------------------------------------------------
