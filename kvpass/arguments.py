@@ -206,7 +206,7 @@ def _check(annotation: Any) -> _Check:
 
 
 def _instance(cls: Any) -> _Check:
-    """Return a check for instances of a class; a protocol, or an annotation that is not a class, allows any value."""
+    """Return a check for instances of a class; protocols, and annotations that are not classes, allow any value."""
     if not isinstance(cls, type) or getattr(cls, "_is_protocol", False):
         return _PLAIN[Any]
     return _Check(f"a {cls.__name__}", lambda value: value if isinstance(value, cls) else REFUSED)

@@ -94,7 +94,7 @@ def check_equal_layers(name: str, unit: str, counts: Sequence[int]) -> None:
 
 
 def _query_sums(rotation: _Rotation, call: RecordedAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sums of rows [Hq, D] before their rotation, of their outer products, and of the sizes of pairs [Hq, P]."""
+    """Return sums of rows [Hq, D] before their rotation, of their outer products, and of pair sizes [Hq, P]."""
     positions = torch.arange(call.query.shape[2], device=call.query.device)
     rows = rotation.undo(call.query, positions)[0, :, FIRST:]
     return rows.sum(1), rows.mT @ rows, pair_norms(rows).sum(1)

@@ -185,7 +185,7 @@ def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
 
 
 def _positions_of_query(query: fx.Node, key_positions: fx.Node) -> list[fx.Node]:
-    """Return the nodes with the positions of a query that angles are computed from, or [] if there are other positions.
+    """Return the nodes with the positions of a query that angles are computed from, or [] if others exist.
 
     All changes of a query after its projection are examined, such as a scale that depends on positions.
     """

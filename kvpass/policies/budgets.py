@@ -1,4 +1,4 @@
-"""Divide budgets among layers, rows and parts of a cache, as numbers or as tensors with a number for each row."""
+"""Divide budgets among layers, rows and parts of a cache, as numbers or as tensors with one number per row."""
 
 from __future__ import annotations
 

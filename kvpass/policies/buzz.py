@@ -160,7 +160,7 @@ class Buzz(Policy):
         return keep, {"old": torch.where(due, (size + more - 1) // more, old)}
 
     def _further_interval(self, tokens: Tokens, size: Tensor, interval: int, threshold: int | Tensor) -> Tensor:
-        """Return the product of the intervals of the later passes over the middle of a prompt or chunk; 1 for none."""
+        """Return the product of the intervals of later passes over a prompt's or chunk's middle; 1 for none."""
         product, count = torch.ones_like(size), tokens.position.shape[-1]
         if tokens.cached_columns == count or (tokens.cached_columns == 0 and not self.iterate_prompt):
             return product

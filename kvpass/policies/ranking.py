@@ -19,7 +19,7 @@ def highest_value(dtype: torch.dtype) -> float | int:
 
 
 def latest_of_least(score: Tensor, position: Tensor) -> Tensor:
-    """Return the slot [B, H'] of lowest score; of equal scores a free slot, else the slot of the latest token."""
+    """Return the slot [B, H'] of lowest score; of equal scores a free slot, else the latest token's."""
     least = score == score.amin(-1, keepdim=True)
     age = torch.where(position >= 0, position, INT64_MAX)
     return torch.where(least, age, -1).argmax(-1)

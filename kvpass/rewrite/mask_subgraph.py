@@ -160,7 +160,7 @@ def cut_mask(step_gm: fx.GraphModule, mask: fx.Node, sizes: SizeResolver, contex
 
 
 def _key_features(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_nodes: list[fx.Node]) -> list[fx.Node]:
-    """Return the last tensors on the way to a mask that depend on stored vectors, but not on a key index."""
+    """Return the last tensors on the way to a mask that depend on stored vectors and no key index."""
     subgraph = walk.ancestors(mask, stored) | set(stored)
     stored_only = alias.dependents(subgraph, stored) - alias.dependents(subgraph, index_nodes)
     stored_only = {node for node in stored_only & subgraph if walk.is_tensor(node)}

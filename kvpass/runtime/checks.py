@@ -81,7 +81,7 @@ class PositionCheck:
         return first_ids if own is None else own
 
     def continues(self, arguments: tuple[Any, ...], valid: Tensor, first_ids: Tensor | None, seen: Tensor) -> Tensor:
-        """Return whether the ids of a step continue the ids of each row's earlier real tokens; a bool on the device.
+        """Return whether a step's ids continue the ids of each row's earlier real tokens; a bool on the device.
 
         Args:
             valid: bool [B, q], False for padding.

@@ -79,7 +79,7 @@ def is_wrapper(value: Any) -> bool:
 
 
 def inner_tensors(wrapper: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors by name that a wrapper holds, and the other values that its class needs to make it again."""
+    """Return a wrapper's tensors by name, and the other values that its class needs to make it again."""
     names, context = wrapper.__tensor_flatten__()
     return {name: getattr(wrapper, name) for name in names}, context
 

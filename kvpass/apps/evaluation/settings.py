@@ -129,7 +129,7 @@ class Results:
         return next((result for result in self.entries if result.key == key and result.error is None), None)
 
     def add(self, result: Result) -> None:
-        """Add a result, or replace the result of the same case; a run that is killed here leaves the old file."""
+        """Add a result, or replace the same case's; a run that is killed here leaves the old file."""
         self.entries = [*(entry for entry in self.entries if entry.key != result.key), result]
         unfinished = self.path.with_suffix(".new")
         unfinished.write_text(

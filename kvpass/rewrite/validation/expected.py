@@ -84,7 +84,7 @@ class ExactAttention:
         return dataclasses.replace(self, output=select_heads(self.output, own), sees=select_heads(self.sees, own))
 
     def matches_mask(self, mask: Tensor, bias: Tensor | None, columns: Tensor) -> bool:
-        """Return whether a mask [B, ., ., q, N] and a bias on slots equal the mask and bias on the keys.
+        """Return whether a mask [B, ., ., q, N] and a bias on slots equal the keys' ones.
 
         Queries that see no key are not compared.
 

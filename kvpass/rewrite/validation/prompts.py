@@ -201,7 +201,7 @@ def _resize(node: fx.Node, argument: Any, sizes: dict[Any, int]) -> Any:
 
 
 def _with_padding(prompt: PromptCase, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Pad each row by a different number of tokens on its left, and rows after the first also in the middle."""
+    """Pad each row on its left by a different number of tokens, and later rows also in the middle."""
     padded = list(arguments)
     for index in prompt.padding_inputs:
         column = torch.ones_like(padded[index])
