@@ -155,8 +155,8 @@ def test_a_loop_goes_on_with_equal_tokens(tmp_path: Path) -> None:
             each.prompt(ids[:, :5])
     assert len(first) == 6
     changes: list[tuple[Change, str]] = [
-        (lambda _, tensors: tensors["loop.ids"].fill_(128), "its last tokens or their positions cannot be"),
-        (lambda _, tensors: tensors["loop.position"].fill_(99), "its last tokens or their positions cannot be"),
+        (lambda _, tensors: tensors["loop.ids"].fill_(128), "its last tokens or their positions do not fit"),
+        (lambda _, tensors: tensors["loop.position"].fill_(99), "its last tokens or their positions do not fit"),
         (lambda _, tensors: tensors.update({"loop.random": torch.zeros(3, dtype=torch.uint8)}), "cannot be read"),
         (
             lambda _, tensors: tensors.update({"loop.stopped": torch.ones(3)}),

@@ -109,7 +109,7 @@ def test_files(tmp_path: Path) -> None:
     for text in ("1.0 2.0\n3.0\n", "a\tb\n", ""):
         table.write_text(text)
         with pytest.raises(
-            CalibrationError, match=r"no table of gates, which has a line for each layer|finite numbers"
+            CalibrationError, match=r"not a table of gates, which has a line for each layer|finite numbers"
         ):
             HeadGates.of_table(table, "llama")
     with pytest.raises(CalibrationError, match="cannot read a file of gates"):

@@ -68,7 +68,7 @@ def test_between_compactions_nothing_goes() -> None:
         ("full", "it evicts no token"),
         ("buzz", "it evicts in batches already"),
         ("cascade", "each new token pushes one token"),
-        ("d2o", "each evicted token is merged"),
+        ("d2o", "each token is merged when"),
         ("sage", "it selects on its own schedule"),
     ],
 )

@@ -741,7 +741,7 @@ def test_attention_masks_of_the_new_tokens_alone_are_named() -> None:
     for count in (4, 1):
         with torch.no_grad():
             cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
-            with pytest.raises(kvpass.UnsupportedGraph, match=f"has {count} columns, {9 + count} are needed"):
+            with pytest.raises(kvpass.UnsupportedGraph, match=f"has {count} columns, but needs {9 + count}:"):
                 model(ids[:, :count], attention_mask=mask[:, -count:], past_key_values=cache)
 
 
