@@ -126,7 +126,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> 
         model: the model that the aligner must have been trained for, if given.
 
     Raises:
-        AlignerError: the file does not exist, or is not an aligner, or is for another model.
+        AlignerError: the file does not exist, holds no aligner, or holds one for another model.
     """
     aligner = Aligner.load(path)
     if model is not None:
