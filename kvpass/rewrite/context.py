@@ -64,7 +64,7 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True)
 class RotaryResults:
-    """The rotary embeddings of keys: the result of `rank_positions`, empty if keys are stored with their embedding.
+    """The rotary embeddings of keys: the result of `rank_positions`, empty if keys are stored as attention reads them.
 
     Attributes:
         subgraphs, raw_keys: for each layer, its embedding as a function, and the keys before it.

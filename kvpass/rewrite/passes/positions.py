@@ -202,7 +202,7 @@ def rank_positions(step: StepContext) -> PassRecord:
     """
     if not step.stores_unrotated_keys:
         step.rotations = RotaryResults()
-        return PassRecord(left={"keys": "keys are stored with their rotary embedding"})
+        return PassRecord(left={"keys": "they are stored as attention reads them"})
     alias_sets = alias.AliasSets(step.step_gm.graph)
     rotaries = [_rotary(step, layer, alias_sets) for layer in range(len(step.sites))]
     subgraphs = cut_rotaries(step.step_gm, zip(step.sites, rotaries, strict=True), step.sizes, alias_sets)
