@@ -103,7 +103,7 @@ def to_device(model: Any, device: str) -> Any:
 
 
 def has_position_table(model: torch.nn.Module) -> bool:
-    """Return whether a model has an embedding table besides the table of its tokens."""
+    """Return whether a model has an embedding table other than that of its tokens."""
     words = model.get_input_embeddings()  # type: ignore[operator]
     return any(isinstance(module, torch.nn.Embedding) and module is not words for module in model.modules())
 

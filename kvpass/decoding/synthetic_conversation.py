@@ -28,7 +28,7 @@ TOKEN = 1  # the token of prompts that are fed call by call
 TURNS = (5, 7)  # tokens in later turns: the graph of a chunk is compiled at the second
 STEPS = 2  # after a turn of a loop
 WITHOUT_BUDGET = (32, 48)  # prompt lengths if nothing is evicted
-SPARE_ROWS = 2  # rows of a table of learned positions: OPT's and BART's begin with two
+SPARE_ROWS = 2  # of a table of learned positions: OPT and BART begin theirs with two
 
 log = logging.getLogger("kvpass.warm")
 

@@ -19,7 +19,7 @@ from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.lru_cache import LruCache
 from kvpass.torch_private import dynamo, inductor, symbolic_shapes
 
-MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ in sizes only
+MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ in nothing but sizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Job:
         reason: why its text has ended; None before.
         added: done when the loop has accepted the request; has the error if it has refused it.
         began: when the request came, in seconds of `time.perf_counter`.
-        first: when its first token came, likewise; None before.
+        first: when its first token came; None before.
     """
 
     name: str

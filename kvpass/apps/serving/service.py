@@ -61,7 +61,7 @@ class Service:
     """
 
     def __init__(self, loaded: LoadedModel, name: str, loop: DecodeLoop, rows: int, settings: ServeSettings) -> None:
-        """Make the engine for a loop with a number of rows; KVPassError if the conversations cannot be read."""
+        """Make the engine for a loop with so many rows; KVPassError if the conversations cannot be read."""
         self.loaded, self.name, self.settings = loaded, name, settings
         self.metrics = Metrics()
         self.engine = Engine(loop, rows, settings.waiting, self.metrics)
