@@ -52,5 +52,5 @@ def padding_mask(ids: Tensor, mask: Tensor | None, length: int) -> Tensor:
     behind = (mask[:, length:].diff(dim=-1) < 0).any(-1).tolist()
     if any(behind):
         row = behind.index(True)
-        raise PolicyError(f"attention_mask: row {row} has padding after a token; pad prompts on the left")
+        raise PolicyError(f"attention_mask: row {row} has padding behind a token; pad prompts on the left")
     return mask

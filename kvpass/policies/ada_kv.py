@@ -82,7 +82,7 @@ class AdaKV(SnapKV):
     def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
         scored = tokens.live & tokens.state["selected"] & ~tokens.newest(self.window)
         selected = self.compacted(tokens.budget) - self.window
-        assert isinstance(selected, int)  # rows have equal budgets
+        assert isinstance(selected, int)  # rows have no budgets of their own
         return count_winners(tokens.state["score"], tokens.position.masked_fill(~scored, -1), selected, self.safeguard)
 
 

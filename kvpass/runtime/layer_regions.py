@@ -60,7 +60,7 @@ class LayerRegions:
                 raise
             tracing.forget()
             _report(
-                "%s: its layers are traced one by one, which takes longer, because a layer cannot be traced "
+                "%s: its layers are traced one by one from now on, which takes longer, as a layer cannot be traced "
                 "once for all: %s: %s",
                 *(self.name, type(error).__name__, error),
             )

@@ -22,6 +22,6 @@ def output_projection_of(cache: LayerCache) -> Tensor | None:
     if weight is None:
         raise CacheHandleError(
             f"{cache.layout.policy.name!r} weighs the tokens of a turn by the model's output projection, which is not "
-            "known for a cache from a file or of a deleted model: start again with the whole conversation"
+            "known of a cache from a file or of a model that is gone: start again with the whole conversation"
         )
     return output_weight_by_head(weight.detach(), cache.layout.heads, cache.layout.value_dim)

@@ -40,12 +40,12 @@ class Metrics:
         self._gauge("kvpass_rows", "Rows for requests.", lambda: rows)
         self._gauge("kvpass_rows_used", "Rows with a request.", lambda: min(requests(), rows))
         self._gauge("kvpass_queue", "Requests that wait for a row.", lambda: max(0, requests() - rows))
-        self._gauge("kvpass_slots", "Tokens that the rows can cache.", lambda: slots)
+        self._gauge("kvpass_slots", "Tokens that the rows can hold.", lambda: slots)
 
     def watch_conversations(
         self, conversations: Callable[[], int], rows: Callable[[], int], nbytes: Callable[[], int]
     ) -> None:
-        """Report all conversations, the ones in memory, and their bytes whenever the metrics are read."""
+        """Report all conversations, those in memory, and the bytes of these whenever the metrics are read."""
         self._gauge("kvpass_conversations", "Conversations, in memory and in files.", conversations)
         self._gauge("kvpass_conversations_in_memory", "Conversations in memory.", rows)
         self._gauge("kvpass_conversation_bytes", "Bytes of conversations in memory.", nbytes)

@@ -318,7 +318,7 @@ def run_validation(
     Args:
         calls: synthetic calls, each created on demand, with a label for messages.
         compare: compares the graphs on one call.
-        further: compares on other calls after the first, and notes calls that are left out.
+        further: compares on further calls after the first, and notes those that are left out.
         kind: the name of the calls, for notes.
         why: the reason to report if there is no call.
 
@@ -326,7 +326,7 @@ def run_validation(
         UnsupportedGraph: the graphs differ; the message names the first attention call that does.
     """
     start, left_out = time.perf_counter(), list[str]()
-    # The caller's random numbers stay unchanged.
+    # The caller's random numbers stay as they are.
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             with errors_as_not_comparable(f"on {kind}"):

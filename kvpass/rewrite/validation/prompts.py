@@ -79,7 +79,7 @@ def validate_prompt(prompt: PromptCase, arguments: tuple[Any, ...]) -> Validatio
 
 
 def _try_longer(prompt: PromptCase, arguments: tuple[Any, ...], left_out: list[str]) -> None:
-    """Compare on prompts beyond the constants of the graph; note prompts on which the model's own graph fails."""
+    """Compare on prompts beyond the constants of the graph; note those on which the model's own graph does not run."""
     lengths = [number + 2 for number in length_constants(prompt.dynamo_gm.graph) if LENGTHS[0] < number <= MAX_LENGTH][
         -MORE:
     ]

@@ -60,7 +60,7 @@ def validate(step: StepCase) -> Validation:
 
 
 def _try_others(step: StepCase, first: ConversationPlan, left_out: list[str]) -> None:
-    """Compare one layer of each kind on later conversations; note conversations that cannot be compared."""
+    """Compare one layer of each kind on further conversations; note those that cannot be compared."""
     last = last_new_kind(step.call.canonical_gm.graph, step.call.sites)
     may_see_none = False
     for plan in _further_plans(step, first):
