@@ -87,7 +87,7 @@ class Backend(BackendBase):
             dynamo.release_source_lines()
 
     def _with_options(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
-        """Return the backend with these Inductor settings where it has no own settings."""
+        """Return the backend with these Inductor settings, where it sets none itself."""
         if not mode and not options:
             return self
         _check_settings(self.inner, mode, options)
@@ -300,9 +300,9 @@ def _check_crop(crop: int, policy: Policy) -> None:
     if not crop:
         return
     why = "so none can be removed from a call without a change to the others"
-    numbered = f"{policy.name} numbers the tokens of a call by their number, {why}"
+    numbered = f"{policy.name} numbers the tokens of a call by their count, {why}"
     require(not policy.renumbers, "crop", crop, numbered)
-    require(not policy.scales_logits, "crop", crop, f"{policy} weighs the tokens of a call by their number, {why}")
+    require(not policy.scales_logits, "crop", crop, f"{policy} weighs the tokens of a call by their count, {why}")
 
 
 def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | None) -> None:

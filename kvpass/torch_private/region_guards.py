@@ -44,7 +44,7 @@ def install() -> bool:
 
 
 def _has_parameters_of(of_torch: Any, ours: Callable[..., Any]) -> bool:
-    """Return whether torch's function has the parameters of ours after its first one, which is torch's function."""
+    """Return whether torch's function has the parameters of our wrapper, without the wrapper's first one."""
     return callable(of_torch) and [*inspect.signature(of_torch).parameters] == [*inspect.signature(ours).parameters][1:]
 
 

@@ -123,7 +123,7 @@ def _hide(
 def _numbered_list(
     session: Session, draw: random.Random, words: Callable[[int], list[str]]
 ) -> Callable[[int], list[int]]:
-    """Return a context of words as a numbered list in random order; `words` gives about a given number."""
+    """Return a context of words as a numbered list in random order; `words` returns about as many as asked."""
     seed = draw.random()
 
     def encoded_list(count: int) -> list[int]:
