@@ -53,7 +53,7 @@ class ComputedKeys:
     heads: int
 
     def on_slots(self, key: Tensor, value: Tensor, bound: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Compute attention's keys, values and features from slots [B, 1, N, h * D'] and [B, 1, N, h * Dv'].
+        """Compute keys, values and features from slots [B, 1, N, h * D'] and [B, 1, N, h * Dv'].
 
         Returns:
             Keys [B, Ha, N, D], values [B, Ha, N, Dv], and the key features, each [N, ...].
