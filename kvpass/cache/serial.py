@@ -176,4 +176,4 @@ def _check_numbers(slots: Slots, layout: Layout, length: int, capacity: int, row
         right[ROW_BUDGET] = slots.state[ROW_BUDGET][:, :, 0] == torch.tensor(row_budgets)[:, None]
     wrong = [name for name, holds in right.items() if not bool(holds.all())]
     if wrong:
-        raise CacheFileError(f"its {' and '.join(wrong)} do not fit {length} tokens in {capacity} slots")
+        raise CacheFileError(f"its {' and '.join(wrong)} cannot belong to {length} tokens in {capacity} slots")

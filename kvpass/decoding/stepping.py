@@ -342,7 +342,7 @@ class LoopState(DecodeState):
         shapes["mask"] = ((rows, seen), wanted)
         wrong = [name for name, how in shapes.items() if (tuple(tensors[name].shape), tensors[name].dtype) != how]
         if wrong or tensors["ready"].dtype != wanted or tensors["ready"].shape[1:] != (rows,):
-            raise CacheFileError(f"its {', '.join(wrong) or 'ready'} do not fit {rows} conversations")
+            raise CacheFileError(f"its {', '.join(wrong) or 'ready'} cannot belong to {rows} conversations")
         outside = (tensors["position"] < 0) | (tensors["position"] > seen)
         if loop.model_call.unknown_token(tensors["ids"]) is not None or bool(outside.any()):
             raise CacheFileError(f"its last tokens or their positions do not fit {seen} tokens of this model")

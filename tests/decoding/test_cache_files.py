@@ -160,7 +160,7 @@ def test_a_loop_goes_on_with_equal_tokens(tmp_path: Path) -> None:
         (lambda _, tensors: tensors.update({"loop.random": torch.zeros(3, dtype=torch.uint8)}), "cannot be read"),
         (
             lambda _, tensors: tensors.update({"loop.stopped": torch.ones(3)}),
-            "its stopped do not fit 3 conversations",
+            "its stopped cannot belong to 3 conversations",
         ),
         (lambda header, _: header["config"].update(rms_norm_eps=0.5), "configuration: rms_norm_eps is 1e-06, not 0.5"),
     ]
@@ -342,7 +342,7 @@ CHANGES: list[tuple[Change, str]] = [
     (lambda header, _: change_layer(header, row_budgets=[8]), "do not fit 2 rows"),
     (lambda header, _: change_layer(header, row_budgets=[8, 100]), "its capacity cannot be"),
     (lambda header, _: change_layer(header, length=4), "its index and length cannot be|its length cannot be"),
-    (lambda _, tensors: tensors["0.free"].fill_(9), "its free do not fit 13 tokens in 9 slots"),
+    (lambda _, tensors: tensors["0.free"].fill_(9), "its free cannot belong to 13 tokens in 9 slots"),
     (lambda _, tensors: tensors["0.free"].fill_(-1), "its free cannot be"),
     (lambda _, tensors: tensors["0.position"].fill_(99), "its position cannot be"),
     (lambda _, tensors: tensors["0.rank"].fill_(99), "its rank cannot be"),
