@@ -753,7 +753,7 @@ def test_a_refusal_keeps_its_class_where_the_mask_is_wrong(monkeypatch: pytest.M
     monkeypatch.setattr(StepRunner, "_run", fail)
     with torch.no_grad():
         cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
-        with pytest.raises(UnreadableGraph, match=r"has 1 columns, 10 are needed.* With this mask: no rewrite"):
+        with pytest.raises(UnreadableGraph, match=r"has 1 columns, but needs 10.* With this mask: no rewrite"):
             model(ids[:, :1], attention_mask=mask[:, -1:], past_key_values=cache)
 
 
