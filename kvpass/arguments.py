@@ -1,6 +1,6 @@
 """Check the arguments of public functions and the options of policies against their annotations.
 
-The annotation holds the whole check: types, unions and literals as they stand, and conditions as a `Condition` in
+The annotation is the whole check: types, unions and literals, and conditions as a `Condition` in
 `Annotated`.  NumPy integers, floats and bools, and tensors without dimensions, are converted to Python's own types.
 """
 
@@ -36,7 +36,7 @@ class Condition:
     Attributes:
         text: the part of the error message after the name of the type.
         holds: whether a value of the type is allowed.
-        message: the error message for a value that is not allowed, in place of "must be" and the allowed values.
+        message: the error message for a value that is not allowed, instead of "must be" and the allowed values.
         error: the class of the error for such a value; None for PolicyError.
     """
 
@@ -47,7 +47,7 @@ class Condition:
 
 
 def at_least(low: float) -> Condition:
-    """Allow numbers from `low` on."""
+    """Allow numbers that are at least `low`."""
     return Condition(f"of at least {low}", lambda number: low <= number < math.inf)
 
 
@@ -79,7 +79,7 @@ class _Check:
 
     @staticmethod
     def over(text: str, read: Callable[[Any], Any], parts: Iterable[_Check | Condition]) -> _Check:
-        """Return a check with the message and the error of the first part that has one."""
+        """Return a check with the message and the error of the first part that has its own."""
         parts = list(parts)
         message = next((part.message for part in parts if part.message), "")
         return _Check(text, read, message, next((part.error for part in parts if part.error), None))
@@ -143,7 +143,7 @@ def _value(name: str, value: Any, check: _Check) -> Any:
 
 
 def require(condition: bool, option: str, value: object, why: str) -> None:
-    """Raise a PolicyError that names the option unless `condition` holds."""
+    """Raise a PolicyError that names the option unless `condition` is true."""
     if not condition:
         raise PolicyError(f"{option}={short_text(value)}: {why}")
 
@@ -193,7 +193,7 @@ def _class_attribute_check(cls: Any, name: str) -> _Check:
 
 
 def _check(annotation: Any) -> _Check:
-    """Return the check of an annotation; a class without a check of its own allows its instances."""
+    """Return the check of an annotation; a class without a special check allows its instances."""
     origin, parameters = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in _GENERIC and parameters:
         return _GENERIC[origin](*parameters)
@@ -206,7 +206,7 @@ def _check(annotation: Any) -> _Check:
 
 
 def _instance(cls: Any) -> _Check:
-    """Return a check for instances of a class; a protocol, or an annotation that is no class, allows any value."""
+    """Return a check for instances of a class; protocols, and annotations that are not classes, allow any value."""
     if not isinstance(cls, type) or getattr(cls, "_is_protocol", False):
         return _PLAIN[Any]
     return _Check(f"a {cls.__name__}", lambda value: value if isinstance(value, cls) else REFUSED)

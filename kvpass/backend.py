@@ -35,8 +35,8 @@ from kvpass.torch_private import dynamo, inductor, regions
 from kvpass.user_budget import Budget, check_user_budget
 
 LAST_GRAPH = (
-    "this is the last graph that torch.compile makes of this function: called in yet another way it is refused, or "
-    "with strict=False runs uncompiled, where the cache of a new prompt grows without bound. See with "
+    "this is the last graph that torch.compile makes of this function: further calls of another kind are refused, or "
+    "with strict=False run uncompiled, where the cache of a new prompt grows without bound. See with "
     "TORCH_LOGS=recompiles what changes from call to call, or raise torch._dynamo.config.recompile_limit"
 )
 M = TypeVar("M", bound=torch.nn.Module)
@@ -74,7 +74,7 @@ class Backend(BackendBase):
             mode, options: as given to torch.compile itself, for Inductor; the backend's own settings take precedence.
 
         Returns:
-            The callable that Dynamo runs in place of the graph.
+            The callable that Dynamo runs instead of the graph.
         """
         try:
             with self.time_section("kvpass"):
@@ -87,7 +87,7 @@ class Backend(BackendBase):
             dynamo.release_source_lines()
 
     def _with_options(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
-        """Return the backend with these Inductor settings where it has none of its own."""
+        """Return the backend with these Inductor settings, where it sets none itself."""
         if not mode and not options:
             return self
         _check_settings(self.inner, mode, options)
@@ -106,14 +106,14 @@ class Backend(BackendBase):
             if self._refuses or is_step:
                 raise
             warnings.warn(
-                f"kvpass leaves a graph as it was, and its caches grow: {failure}", KVPassWarning, stacklevel=2
+                f"kvpass leaves a graph unchanged, and its caches grow: {failure}", KVPassWarning, stacklevel=2
             )
             runner, copy = None, regions.inline_regions(dynamo_gm)
         if runner is not None and dynamo.is_at_recompile_limit():
             warnings.warn(LAST_GRAPH, KVPassWarning, stacklevel=2)
         if isinstance(runner, PromptRunner):
             runner.compile(examples)
-        # Dynamo copies the attributes of a callable object, and would keep what the runner drops.
+        # Dynamo copies the attributes of a callable object, and would keep objects that the runner drops.
         run = _noting_runs(self.compile_prompt(copy, examples)) if runner is None else runner.__call__
         return check.around(run) if check else run
 
@@ -166,10 +166,10 @@ class Backend(BackendBase):
         lines = "\n".join(f"  {walk.source_line(f.node)}\n    {f.refusal}" for f in refused)
         message = f"{len(refused)} cache-updating operation(s) cannot be rewritten:\n{lines}"
         if is_step:
-            raise UnsupportedGraph(f"{message}\nThe cache was rewritten before, so the graph cannot be left as it was.")
+            raise UnsupportedGraph(f"{message}\nThe cache was rewritten before, so the graph cannot stay unchanged.")
         if self._refuses:
-            raise UnsupportedGraph(f"{message}\nPass strict=False to leave such graphs as they are.")
-        warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {message}", KVPassWarning, stacklevel=2)
+            raise UnsupportedGraph(f"{message}\nPass strict=False to leave such graphs unchanged.")
+        warnings.warn(f"kvpass leaves a graph unchanged, and its caches grow: {message}", KVPassWarning, stacklevel=2)
         return True
 
     @property
@@ -218,7 +218,7 @@ def _noting_runs(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def raise_when_run(error: Exception) -> Callable[..., Any]:
-    """Return a callable that raises an error, in place of a graph: Dynamo would wrap what a backend raises."""
+    """Return a callable that raises an error, instead of a graph: Dynamo would wrap what a backend raises."""
 
     def refuse(*_: Any) -> Any:
         raise error.with_traceback(None)  # which would hold the frames of the compilation, and of every call
@@ -299,10 +299,10 @@ def _check_crop(crop: int, policy: Policy) -> None:
     """Raise PolicyError if `crop` is set and the policy makes a token depend on the others of its call."""
     if not crop:
         return
-    why = "so none can be taken back from a call without a change to the others"
-    numbered = f"{policy.name} numbers the tokens of a call by how many they are, {why}"
+    why = "so none can be removed from a call without a change to the others"
+    numbered = f"{policy.name} numbers the tokens of a call by their count, {why}"
     require(not policy.renumbers, "crop", crop, numbered)
-    require(not policy.scales_logits, "crop", crop, f"{policy} weighs the tokens of a call by how many they are, {why}")
+    require(not policy.scales_logits, "crop", crop, f"{policy} weighs the tokens of a call by their count, {why}")
 
 
 def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | None) -> None:
@@ -323,7 +323,7 @@ def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | No
 def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """Compile a model in place, so that `model.generate` runs compiled too.
 
-    Every inner module that `generate` or a wrapper may call in place of the model is compiled as well; see
+    Every inner module that `generate` or a wrapper may call instead of the model is compiled as well; see
     `kvpass.runtime.in_place`.  Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same
     way at their first call.
 
@@ -361,7 +361,7 @@ again.
 def by_name(
     gm: fx.GraphModule, examples: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Any:
-    """Compile a graph for torch.compile(model, backend="kvpass", options={...}); the options are those of `backend`.
+    """Compile a graph for torch.compile(model, backend="kvpass", options={...}); for the options see `backend`.
 
     Graphs with equal options share one backend, with its counter of layers, while one of them exists.
     """

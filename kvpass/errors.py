@@ -12,7 +12,7 @@ class PolicyError(KVPassError, ValueError):
 
 
 class BudgetError(KVPassError, ValueError):
-    """A budget that the policy cannot work with, or one that a policy that never evicts has used up."""
+    """A budget that the policy cannot work with, or a budget that a policy without eviction has used up."""
 
 
 class UnsupportedGraph(KVPassError):
@@ -24,7 +24,7 @@ class ShardingError(UnsupportedGraph):
 
 
 class UnreadableGraph(UnsupportedGraph):
-    """A graph on which reading or rewriting failed with an error that kvpass does not foresee."""
+    """A graph on which reading or rewriting failed with an unexpected error."""
 
 
 class CacheHandleError(KVPassError):
@@ -32,7 +32,7 @@ class CacheHandleError(KVPassError):
 
 
 class LookupRangeError(KVPassError, IndexError):
-    """A token id or a position that the model's table has no row for."""
+    """A token id or a position without a row in the model's table."""
 
 
 class RequestError(KVPassError, ValueError):
@@ -60,4 +60,4 @@ class CheckpointError(KVPassError):
 
 
 class KVPassWarning(UserWarning):
-    """A warning of kvpass: no bound, an untested version, a check left out, or slow code."""
+    """A warning of kvpass: no bound, an untested version, a skipped check, or slow code."""

@@ -1,7 +1,7 @@
 """Call a model with its cache, as `cache` or `past_key_values`, and read its outputs and device.
 
-transformers 5.24 renamed `past_key_values` to `cache`.  For older models the old name is an alias.  Models that are new
-since then swallow it among their other keyword arguments.  Every call of a model takes the name from here.
+transformers 5.24 renamed `past_key_values` to `cache`.  For older models the old name is an alias.  Models added
+after it swallow the old name among their other keyword arguments.  Every call of a model takes the name from here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def parameter_names(model: Any) -> tuple[str, ...]:
 
 
 def _parameter_kinds(forward: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the kinds of a function's parameters by name, in order; those of a method without its first."""
+    """Return the kinds of a function's parameters by name, in order; for a method, without its first parameter."""
     if inspect.ismethod(forward) and "forward" not in getattr(forward.__self__, "__dict__", {}):
         _, *others = _kinds_in_class(forward.__func__).items()
         return dict(others)
@@ -92,7 +92,7 @@ def cache_arguments(model: Any, cache: Any) -> dict[str, Any]:
 
 
 def rename_cache(given: dict[str, Any], taken: Collection[str]) -> dict[str, Any]:
-    """Return keyword arguments with the cache under the one of both names that is among the parameters `taken`."""
+    """Return keyword arguments with the cache under the name, of the two, that is among the parameters `taken`."""
     for name, other in ((OLD_KEYWORD, NEW_KEYWORD), (NEW_KEYWORD, OLD_KEYWORD)):
         if name in given and other not in given and name not in taken and other in taken:
             return {other if key == name else key: value for key, value in given.items()}
@@ -115,7 +115,7 @@ def cache_in(value: Any) -> Any:
 
 
 def keys_and_values(cache: Any) -> list[tuple[Any, Any]]:
-    """Return each layer's keys and values in a cache object or nested tuples; None if it has none."""
+    """Return each layer's keys and values in a cache object or nested tuples, None if missing; [] without a cache."""
     layers = getattr(cache, "layers", None)
     if layers is None:
         return [(each[0], each[1]) for each in cache or ()]

@@ -48,13 +48,13 @@ def check_writable(path: str | os.PathLike[str], error: type[KVPassError]) -> No
     if not os.access(folder, os.W_OK):
         raise error(f"{name} cannot be written: there is no folder {folder}, or it takes no new files")
     if os.path.exists(name) and not os.path.isfile(name):  # a folder, or a device, which the file would replace
-        raise error(f"{name} cannot be written: it is there, and is no file")
+        raise error(f"{name} cannot be written: it exists and is not a regular file")
 
 
 def finish(unfinished: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Give a written file its name once its content is on the disk.
 
-    After a power failure either the whole file or the one before it has the name.
+    After a power failure the name is that of the whole file or of the file before it.
     """
     with open(unfinished, "rb+") as file:
         os.fsync(file.fileno())

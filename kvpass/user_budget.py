@@ -30,7 +30,7 @@ def check_user_budget(policy: Policy, budget: Budget) -> None:
         return
     if isinstance(budget, float) and policy.divides_heads:
         raise BudgetError(
-            f"budget={budget}: {policy.name!r} gives heads classes of slots, which are as many for every prompt: give "
+            f"budget={budget}: {policy.name!r} gives heads classes of slots, which are the same for every prompt: give "
             "a number of slots"
         )
     if isinstance(budget, int):

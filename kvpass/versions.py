@@ -24,13 +24,13 @@ def installed_version(package: str) -> str | None:
 
 
 def untested_version(package: str) -> str | None:
-    """Return the installed version if it is newer than all tested ones, else None."""
+    """Return the installed version if it is newer than all tested versions, else None."""
     version = installed_version(package)
     return version if version and _release(version) > _release(TESTED[package][1]) else None
 
 
 def outdated_version(package: str) -> str | None:
-    """Return the installed version if it is older than all tested ones, else None."""
+    """Return the installed version if it is older than all tested versions, else None."""
     version = installed_version(package)
     return version if version and _release(version) < _release(TESTED[package][0]) else None
 
@@ -45,7 +45,7 @@ def needing_extra(extra: str, user: str) -> Iterator[None]:
     """Name the extra of kvpass to install if an import inside the context fails.
 
     Args:
-        user: what needs the package, for the message: "the demo".
+        user: the part that needs the package, for the message: "the demo".
 
     Raises:
         KVPassError: a package that is imported inside is not installed.
@@ -58,7 +58,7 @@ def needing_extra(extra: str, user: str) -> Iterator[None]:
 
 @functools.cache
 def warn_of_untested() -> None:
-    """Warn once in a process of packages that are newer than all tested ones."""
+    """Warn once in a process of packages that are newer than all tested versions."""
     newer = {package: version for package in TESTED if (version := untested_version(package))}
     if newer:
         named = ", ".join(

@@ -207,7 +207,7 @@ def test_a_bare_loop_may_use_either_name(model: Any) -> None:
 @pytest.mark.parametrize("fault", ["forgets", "twice"])
 def test_a_cache_that_does_not_count_what_was_fed_is_an_error(fault: str) -> None:
     model, (ids, _) = Swallowing(**{fault: True}).eval(), prompt(1, 24, ())
-    with pytest.raises(CacheHandleError, match=r"Swallowing was fed 8 tokens behind \d+, and .* counts \d+ tokens"):
+    with pytest.raises(CacheHandleError, match=r"Swallowing was fed 8 tokens after \d+, and .* counts \d+ tokens"):
         kvpass.prefill(compiled(model), ids, chunk=8)
     with pytest.raises(CacheHandleError, match="does not continue the cache passed as `cache`"):
         decoded(kvpass.DecodeLoop(model, inner="eager"), ids)

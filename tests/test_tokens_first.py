@@ -262,7 +262,7 @@ def test_a_window_that_the_model_cuts_from_its_cache_is_refused() -> None:
             cut = tuple((key[:, -6:], value[:, -6:]) for key, value in out.past_key_values)
             return Output(out.logits, cut)
 
-    assert "no concatenation with the past" in refusal(Windowed())
+    assert "not a concatenation with the past" in refusal(Windowed())
 
 
 def test_a_cache_of_the_other_order_is_refused() -> None:

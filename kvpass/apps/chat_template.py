@@ -8,7 +8,7 @@ from typing import Any
 Message = dict[str, str]
 
 _EARLIER: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-"""A conversation that stands for any earlier one: what a template adds after an answer does not depend on it."""
+"""A conversation in place of any earlier one: the text that a template adds after an answer does not depend on it."""
 
 
 def first_turn(tokenizer: Any, messages: Sequence[Message], answers: bool = True) -> str:
@@ -30,12 +30,12 @@ def next_turn(tokenizer: Any, messages: Sequence[Message], ends: Sequence[str], 
 
 
 def added_text(before: str, after: str, end: str, ended: bool) -> str:
-    """Return what the template adds to a conversation whose last answer has been decoded.
+    """Return the text that the template adds to a conversation whose last answer has been decoded.
 
     Args:
         before, after: the conversation up to the last answer, and up to the next one.
         end: the text of the token that ends an answer.
-        ended: whether the last answer ended with it; one that was cut off gets it now.
+        ended: whether the last answer ended with it; an answer that was cut off gets it now.
     """
     position = after.rfind(end, 0, len(before)) if end else -1
     if not before or position < 0:

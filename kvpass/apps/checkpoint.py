@@ -35,10 +35,10 @@ def load(dtype: torch.dtype | str = torch.float32) -> tuple[Any, Any]:
     """Return the model, in evaluation mode, and its tokenizer, which has a chat template.
 
     Args:
-        dtype: of the weights; float32 has what the quantised file says exactly.
+        dtype: the dtype of the weights; float32 represents the quantised file exactly.
 
     Raises:
-        CheckpointError: the package is missing or damaged, or what reads it is not installed.
+        CheckpointError: the package is missing or damaged, or a package that reads it is not installed.
     """
     saved = folder()
     model: Any = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
@@ -48,11 +48,11 @@ def load(dtype: torch.dtype | str = torch.float32) -> tuple[Any, Any]:
 def folder() -> Path:
     """Return the folder of the checkpoint in transformers' own format, which is made on first use.
 
-    Processes that ask for it at the same time wait for the one that makes it. A process that ends early leaves no
+    Processes that ask for it at the same time wait for the process that makes it. A process that ends early leaves no
     folder of that name.
 
     Raises:
-        CheckpointError: the package is missing or damaged, or what reads it is not installed.
+        CheckpointError: the package is missing or damaged, or a package that reads it is not installed.
     """
     saved = cache_folder() / f"{NAME}-{VERSION}-transformers-{transformers.__version__.split('.')[0]}"
     if saved.is_dir():
@@ -66,7 +66,7 @@ def folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder for what is made from packages; the variable `CACHE` can name another."""
+    """Return the folder for files made from packages; the variable `CACHE` can name another."""
     named_folder = os.environ.get(CACHE)
     if named_folder:
         return Path(named_folder)
@@ -89,7 +89,7 @@ def packaged_file() -> Path:
 
 
 def _make(file: Path, saved: Path) -> None:
-    """Convert the GGUF file into a folder that appears at once, when it is complete."""
+    """Convert the GGUF file into a folder that appears when it is complete."""
     _check_sum(file)
     unfinished = Path(tempfile.mkdtemp(prefix=f"{saved.name}.", dir=saved.parent))
     try:
@@ -117,7 +117,7 @@ def _convert(file: Path, into: Path) -> None:
     source, name = str(file.parent), file.name
     quantised: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
     config = AutoConfig.from_pretrained(source, gguf_file=name)
-    # transformers takes a model that was read from GGUF for a quantised one and refuses to save it.
+    # transformers mistakes a model that was read from GGUF for a quantised one and refuses to save it.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     models: Any = AutoModelForCausalLM

@@ -36,7 +36,7 @@ COMMANDS = {
 
 
 def at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
-    """Return a converter for argparse that takes whole numbers of at least `least`, and of `most` at most."""
+    """Return a converter for argparse that takes whole numbers of at least `least`, and at most `most`."""
 
     def convert(text: str) -> int:
         try:
@@ -61,7 +61,7 @@ def between(least: float, most: float, complaint: str = "") -> Callable[[str], f
         except ValueError:
             number = math.nan
         if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is {complaint or f'no number from {least:g} to {most:g}'}")
+            raise argparse.ArgumentTypeError(f"{text!r} is {complaint or f'not a number from {least:g} to {most:g}'}")
         return number
 
     return convert
@@ -83,7 +83,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--device": dict(default="cpu", help="cpu, cuda, cuda:1, ..." + DEFAULT),
     "--dtype": dict(choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:]),
     "--inner": dict(default="inductor", help="what compiles: inductor, eager, ..." + DEFAULT),
-    "--kv-dtype": dict(choices=KV_DTYPES, help="of stored keys and values (default: the model's)"),
+    "--kv-dtype": dict(choices=KV_DTYPES, help="format of stored keys and values (default: the model's)"),
     "--policy": dict(
         metavar="P", nargs="+", default=["full", "streaming", "h2o"], help="NAME or NAME:OPTION=VALUE,..." + DEFAULT
     ),
@@ -98,7 +98,7 @@ def _add_shared(command: argparse.ArgumentParser, *names: str) -> None:
 
 
 def _add(command: Any, name: str, text: str, default: Any = None, **options: Any) -> None:
-    """Add an option whose help ends with its default, and which takes several values if that is a list."""
+    """Add an option whose help ends with its default, and which takes several values if the default is a list."""
     options |= {"nargs": "+"} if isinstance(default, list) else {}
     command.add_argument(name, default=default, help=text + ("" if default in (None, []) else DEFAULT), **options)
 
@@ -154,11 +154,11 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "lm-eval",
         help="lm-evaluation-harness with bounded caches: its own command, with the model kvpass",
-        add_help=False,  # all that follows is the harness's
+        add_help=False,  # the other arguments are the harness's
     )
     check = commands.add_parser(
         "doctor",
-        help="what this installation lacks: versions and the C++ compiler",
+        help="missing parts of this installation: versions and the C++ compiler",
         description="Checks the versions and the C++ compiler.  The exit status is 1 if something is missing.",
     )
     check.set_defaults(run=doctor)
@@ -171,21 +171,21 @@ def _add_align(commands: Any) -> None:
         "train",
         help="train an aligner for a model",
         description="Trains the networks that repair keys and values for the policy kv_align.  A run that was "
-        "stopped goes on from its last checkpoint, which is next to the result until the run has finished.",
+        "stopped continues from its last checkpoint, which is next to the result until the run has finished.",
     )
     command.add_argument("--model", metavar="NAME_OR_PATH", required=True, help="a Hugging Face causal model")
     command.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
     _add_number(command, "--window", 255, "largest budget", least=6, metavar="M")
     command.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
     _add(command, "--recipe", "see the policy's page", "direct", choices=["direct", "paper"])
-    _add_number(command, "--every", 1, "for paper: tokens that go at once")
+    _add_number(command, "--every", 1, "for paper: tokens evicted at once")
     _add_number(command, "--steps", 1000, "of the optimiser")
     _add_number(command, "--tokens", 1024, "of each step")
     _add(command, "--rate", "the highest learning rate", 2e-3, metavar="X", type=between(0, 1))
     sizes: dict[str, Any] = dict(metavar=("N", "M"), nargs=2, type=at_least(1))
     _add(command, "--hidden", "sizes of the hidden layers (default: 96 96; paper, of keys: 256 64)", **sizes)
     _add(command, "--hidden-values", "for paper, of values (default: --hidden, or else 64 128)", **sizes)
-    _add(command, "--seed", "of weights and windows", 0, metavar="N", type=SEED)
+    _add(command, "--seed", "seed of weights and windows", 0, metavar="N", type=SEED)
     _add(command, "--dtype", "of the file", "float32", choices=["float32", "float16"])
     _add(command, "--device", "cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
     _add_shared(command, "--threads")
@@ -204,7 +204,7 @@ def _add_gates(commands: Any) -> None:
     command = commands.add_parser(
         "gates",
         help="gates of a model's KV heads, for the policy duo_attention",
-        description="Measures how much attention each KV head of a model pays to tokens that a streaming head has not, "
+        description="Measures how much attention each KV head of a model pays to tokens that a streaming head lacks, "
         "and writes its gates; or converts a table of gates, as DuoAttention publishes them.",
     )
     source = command.add_mutually_exclusive_group()
@@ -225,8 +225,8 @@ def _add_eval(commands: Any) -> None:
     command = commands.add_parser(
         "eval",
         help="perplexity, retrieval and speed under policies and budgets, on any checkpoint",
-        description="Measures each policy under each budget, and writes JSON, Markdown and plots.  Results that the "
-        "folder has already are not measured again.",
+        description="Measures each policy under each budget, and writes JSON, Markdown and plots.  Results already in "
+        "the folder are not measured again.",
     )
     _add(command, "--model", "a Hugging Face causal model (default: the bundled one)", metavar="NAME_OR_PATH")
     _add_shared(command, "--dtype", "--policy")
@@ -252,10 +252,10 @@ def _add_measures(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--restart", metavar="N", type=at_least(0), default=0, help="empty a stream's cache after N tokens"
     )
-    _add_number(command, "--length", [1024], "tokens of prompts; speed is that of the longest", least=8)
+    _add_number(command, "--length", [1024], "tokens of prompts; speed is measured on the longest", least=8)
     _add(command, "--depth", "0 (first) to 1", [0, 0.25, 0.5, 0.75, 1], metavar="X", type=between(0, 1))
     _add(command, "--task", "tasks of ruler", list(RULER_TASKS), choices=RULER_TASKS)
-    text = "questions of ruler: in the prompt, or a turn of its own once the prompt is compressed"
+    text = "questions of ruler: in the prompt, or a separate turn after the prompt is compressed"
     _add(command, "--question", text, "inside", choices=["inside", "after"])
     distances = [32, 64, 128, 256, 512, 1024]
     _add_number(command, "--distance", distances, "tokens between a pair and its question, in recall")
@@ -291,7 +291,7 @@ def _add_serve(commands: Any) -> None:
     _add_number(command, "--conversations", 1024, "conversations kept, in memory and in files", least=0)
     _add_number(command, "--kept-rows", None, "conversations kept in memory (default: twice --rows)")
     _add_number(command, "--kept-bytes", 2**30, "bytes of the conversations kept in memory", least=0)
-    text = "folder of compiled code: written by the first server, and loaded by those after it (default: none)"
+    text = "folder of compiled code: written by the first server, and loaded by later servers (default: none)"
     _add(command, "--artifact", text, metavar="DIR", type=Path)
     _add(command, "--folder", "folder of saved conversations (default: a temporary one)", metavar="DIR", type=Path)
     _add_shared(command, "--device", "--inner", "--kv-dtype", "--threads")

@@ -37,7 +37,7 @@ _SHORTEST, _LETTERS = 40, 0.8  # characters of a paragraph, and the share of let
 
 
 def held_out_files() -> list[Path]:
-    """Return the held-out source files in the order of `HELD_OUT`, except those that this Python lacks."""
+    """Return the held-out source files in the order of `HELD_OUT`, except files that this Python lacks."""
     root = Path(sysconfig.get_path("stdlib"))
     return [root / name for name in HELD_OUT if (root / name).is_file()]
 

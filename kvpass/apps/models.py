@@ -55,7 +55,7 @@ def load(name: str | None, dtype: torch.dtype | str = torch.float32, device: str
 
     Args:
         name: a name or path; None for the bundled Llama; `kvpass.apps.checkpoint.NAME` for the packaged checkpoint.
-        dtype: of the weights, or its name in torch; "auto" for that of the checkpoint.
+        dtype: the dtype of the weights, or its name in torch; "auto" for the checkpoint's.
 
     Raises:
         KVPassError: there is no such model, or the package of the checkpoint is missing.
@@ -87,7 +87,7 @@ def _load(source: str, name: str, dtype: torch.dtype | str = torch.float32, devi
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except Exception as error:  # of a damaged file each reader raises errors of its own
+    except Exception as error:  # each reader raises its own errors for a damaged file
         raise KVPassError(
             f"cannot load a language model from {source!r}: {type(error).__name__}: {error}; give the name or folder "
             "of a causal model"
@@ -107,7 +107,7 @@ def to_device(model: Any, device: str) -> Any:
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the token ids that end an answer: those of the generation config and of the tokenizer."""
+    """Return the token ids that end an answer: the generation config's and the tokenizer's."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     tokens = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
     return sorted({token for token in tokens if token is not None})

@@ -1,4 +1,4 @@
-"""Run `kvpass calibrate` and `kvpass gates`: read what policies need of a model, and write it to a file."""
+"""Run `kvpass calibrate` and `kvpass gates`: read weights that policies need from a model, and write them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpass.policies.calibration import pair_norms
 from kvpass.policies.head_gates import HeadGates
 
 MOST_TOKENS = 32_768
-"""As many as TriAttention's own calibration reads."""
+"""The number of tokens that TriAttention's own calibration reads."""
 MOST_FOR_GATES = 8_192
 
 
@@ -41,7 +41,7 @@ def write_calibration(parsed: argparse.Namespace) -> None:
 
 
 def write_gates(parsed: argparse.Namespace) -> None:
-    """Run `kvpass gates`: measure gates of a model's KV heads, or convert a table of them, and write a file.
+    """Run `kvpass gates`: measure gates of a model's KV heads, or convert a table of gates, and write a file.
 
     Raises:
         KVPassError: a model, text, table or folder that cannot be used; see also `measure_gates`.

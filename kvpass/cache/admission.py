@@ -168,19 +168,19 @@ def align(layout: Layout, slots: Slots, tokens: Tokens, policy_weights: Sequence
 
 
 def _prompt_layout(layout: Layout, prompt: TokensToAdmit, budget: int) -> Layout:
-    """Return the layout for a prompt, which a policy that defers caches whole, with one spare slot."""
+    """Return the layout for a prompt; if the policy defers, it fits the whole prompt and one spare slot."""
     count = prompt.valid.shape[1]
     if not layout.policy.defers or count <= budget:
         return layout
-    # More slots than the layout has, even if the prompt would fit: the next step recognises by them that all surplus
-    # tokens are due, and not one token per new one.
+    # Allocate more slots than the layout has, even if the prompt would fit: from this capacity, the next step knows
+    # that it must evict all surplus tokens at once, and not one token for each new one.
     return dataclasses.replace(layout, capacity=max(layout.capacity, count) + 1)
 
 
 def _join_candidates(
     layout: Layout, past: Slots, to_admit: TokensToAdmit, key: EncodedVectors, value: EncodedVectors, prompt: bool
 ) -> tuple[Tokens, Tensor]:
-    """Return the tokens of [slots, new], and their indices; `key` and `value` are those to admit, in their formats."""
+    """Return the tokens of [slots, new], and their indices; `key` and `value` are encoded rows to admit."""
     policy, valid = layout.policy, to_admit.valid
     count = valid.cumsum(-1)  # [B, q]
     new_position = past.seen[:, None] + count - 1
@@ -266,7 +266,7 @@ def attention_of_chunk(layout: Layout, results: list[list[Tensor]], valid: Tenso
 
 
 def attention_of_classes(attention: list[Attention]) -> Attention | tuple[Attention, ...]:
-    """Return `TokensToAdmit.attention` from that of each class of heads, none without statistics."""
+    """Return `TokensToAdmit.attention` from the attention of each class of heads."""
     return tuple(attention) if len(attention) > 1 else attention[0] if attention else Attention()
 
 
@@ -285,9 +285,9 @@ class TokensToAdmit:
         valid: bool [B, q], false for padding.
         attention: statistics of the chunk's queries over [slots, chunk], N = C + q (N = q for a prompt); of each class
             of heads for a chunk on slots in classes.
-        pins: the tokens to pin, None for none in addition to those of `keep_prompt`.
-        output_projection: its weight by head, [B or 1, Hkv, G, Dv, E], for policies that read it.
-        operands: those of the statistics for each class of heads, if a crop may need them; else ().
+        pins: the tokens to pin, None for none in addition to a prompt under `keep_prompt`.
+        output_projection: the output projection's weight by head, [B or 1, Hkv, G, Dv, E], for policies that read it.
+        operands: the operands of the statistics for each class of heads, if a crop may need them; else ().
     """
 
     key: Tensor
@@ -323,7 +323,7 @@ class TokensToAdmit:
         return self.pin_mask(policy).sum(-1) * counted
 
     def raised_budgets(self, policy: Policy, budgets: Sequence[int]) -> tuple[int, ...]:
-        """Return the budgets of the rows once the tokens are admitted."""
+        """Return the budgets of the rows after the tokens are admitted."""
         if self.pins is None or not self.pins.on_top:
             return tuple(budgets)
         return tuple(budget + more for budget, more in zip(budgets, self.pins_on_top(policy).tolist(), strict=True))

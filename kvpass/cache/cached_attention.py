@@ -52,7 +52,7 @@ class CachedAttention:
         policy_weights: the policy's weights as inputs of the graph; empty if they are read from the policy.
         compute_keys: computes keys and values from the stored vectors, or None if these are the keys and values.
         lse: whether the model also reads the log-sum-exp of the logits.
-        write_index: the slots to write to, [B, H'], if they are not those of `slots.free`.
+        write_index: the slots to write to, [B, H'], if they are not `slots.free`.
         hidden_logit: the logit of keys that a bool mask hides; None if they are left out.
         decomposed: whether the model spells out the softmax, which gives NaN for a query without keys.
         knows_padding: whether padding is known and not cached.
@@ -106,7 +106,7 @@ class NewTokens(NamedTuple):
 
     Attributes:
         query: [B, Hq, q, D].
-        key: [B, Hkv, q, D], for one token as it is stored, for a chunk as attention reads it.
+        key: [B, Hkv, q, D], for one token in its stored form, for a chunk as attention reads it.
         value: [B, Hkv, q, Dv].
         valid: false for padding, bool [B] for one token, [B, q] for a chunk.
     """

@@ -29,8 +29,8 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
 
     Returns:
         The results of attention with the statistics of the chunk (`kvpass.lowering.attention_statistics`), over columns
-        [slots, chunk].  These leave out the policy's own bias.  If the layout crops, their inputs follow: the query,
-        keys, mask and sink of a `StatisticsOperands`.  Slots in classes have these of every class.
+        [slots, chunk].  Statistics leave out the policy's bias.  If the layout crops, they are followed by the query,
+        keys, mask and sink of a `StatisticsOperands`.  Slots in classes have these results of every class.
     """
     policy, (query, key, value, valid) = layout.policy, new
     chunk = query.shape[2]

@@ -38,7 +38,7 @@ class Handle(Tensor):
         dynamo.never_compile_alone(Handle.__torch_function__)
         dim = {"keys": cache.layout.key_dim, "values": cache.layout.value_dim}[part]
         dim = dim * cache.layout.heads // cache.heads  # a layout may have all heads joined to one
-        # Dynamo refuses a region whose inputs share memory, so each handle has a NaN of its own.
+        # Dynamo refuses a region whose inputs share memory, so each handle has its own NaN.
         nan = torch.full((1,), torch.nan, dtype=cache.layout.dtype, device=cache.layout.device)
         handle = nan.expand(*_shape_of(cache, token_dim), dim).as_subclass(Handle)
         handle.cache, handle.length, handle.part, handle.token_dim = cache, cache.length, part, token_dim
@@ -121,7 +121,7 @@ def _check_current(handle: Handle) -> None:
         check_usable(handle.cache)
     if handle.length != handle.cache.length:
         raise CacheHandleError(
-            f"this cache stood at {handle.length} tokens and has since gone on to {handle.cache.length}: "
+            f"this cache stood at {handle.length} tokens and has since continued to {handle.cache.length}: "
             "copy a cache (copy.deepcopy) before continuing it in two ways"
         )
 
@@ -153,13 +153,13 @@ def _getitem(handle: Handle, index: Any) -> Handle | DetachedRow:
         # A slice is a view, and a step on one cache would write to the other.
         return _select_rows("getitem", handle, rows, lambda tensor: tensor[rows].clone())
     raise CacheHandleError(
-        f"cache[{index}]: only whole rows of a cache of kvpass can be picked, and its last tokens cropped; those of a "
-        "layer that has seen more tokens than its sliding window cannot be"
+        f"cache[{index}]: only whole rows of a cache of kvpass can be picked, and its last tokens cropped; tokens of a "
+        "layer that has seen more tokens than its sliding window cannot be cropped"
     )
 
 
 def _kept_tokens(handle: Handle, index: Any) -> int | None:
-    """Return how many tokens a subscript keeps, if it keeps the first ones of all rows and heads, else None."""
+    """Return how many tokens a subscript keeps, if it keeps the first tokens of all rows and heads, else None."""
     if not isinstance(index, tuple) or any(part is not Ellipsis and not isinstance(part, slice) for part in index):
         return None
     slices = [part for part in index if part is not Ellipsis]
@@ -181,7 +181,7 @@ def _crop(handle: Handle, kept: int) -> Handle:
         _check_current(handle)
     if stored < handle.length:
         raise CacheHandleError(
-            f"{stored - kept} tokens were to be cropped from a layer with a sliding window of its own, which stores "
+            f"{stored - kept} tokens were to be cropped from a layer with its own sliding window, which stores "
             f"{stored} of the {handle.length} that it has seen"
         )
     return handle_like(handle, cache.crop(stored - kept, handle.part))
@@ -212,7 +212,7 @@ def _type(handle: Handle, dtype: Any = None, *_: Any, **__: Any) -> str:
 
 
 def _cuda(handle: Handle, device: Any = None, *_: Any, **__: Any) -> Handle:
-    """Move to a GPU, by default the present one; an index is that of a GPU."""
+    """Move to a GPU, by default the present one; an index is a GPU's."""
     if device is None:
         return _to(handle, "cuda")
     return _to(handle, torch.device("cuda", device) if isinstance(device, int) else device)
@@ -249,14 +249,14 @@ def current_cache(value: Any, part: KeyOrValue, backend: CacheOwner) -> LayerCac
     if shape[:3] != _shape_of(cache, value.token_dim):
         raise CacheHandleError(f"a cache handle of shape {shape} does not fit its slots {cache.layout}")
     if cache.backend is not backend and cache.backend.cache_settings != backend.cache_settings:
-        raise CacheHandleError(f"this cache was made by {cache.backend} and cannot go on under {backend}")
+        raise CacheHandleError(f"this cache was made by {cache.backend} and cannot be continued by {backend}")
     return cache
 
 
 def check_order_and_lengths(caches: list[LayerCache]) -> None:
     """Raise CacheHandleError if a graph's caches, in the order of its layers, are exchanged or differ in length."""
     if len({cache.number for cache in caches}) < len(caches):
-        raise CacheHandleError("one layer's cache was given back for two layers: every layer has a cache of its own")
+        raise CacheHandleError("one layer's cache was given back for two layers: every layer has its own cache")
     for index, (cache, following) in enumerate(itertools.pairwise(caches)):
         if cache.number > following.number:
             raise CacheHandleError(

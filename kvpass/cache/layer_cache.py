@@ -24,7 +24,7 @@ KeyOrValue = Literal["keys", "values"]
 PROBED = (1, 5, 500)
 """Positions at which the rotations of two graphs are compared.
 
-At the last one, frequencies that differ by 3e-5 rotate a key by two roundings of bfloat16, and two roundings of one
+At the last one, frequencies that differ by 3e-5 change a key by two roundings of bfloat16, and two roundings of a
 frequency in float32 by less than 1e-4.
 """
 
@@ -59,7 +59,7 @@ def _equal_arguments(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Crop:
-    """The cache that continues after a crop; `left` is the part that is still to be cropped."""
+    """The cache that continues after a crop; `left` is the part that is not yet cropped."""
 
     tokens: int
     left: KeyOrValue | None
@@ -69,7 +69,7 @@ class _Crop:
 class DeferredChecks:
     """Conditions on a GPU that the host reads only once they are computed.
 
-    A cache for which one of them was false stays refused, and so do copies that are made of it.
+    After a false condition the cache stays refused, and so do copies of it.
 
     Attributes:
         pending: for each condition that was not read, the event after it, its answer, and the error if it is false.
@@ -87,7 +87,7 @@ class DeferredChecks:
         return result
 
     def add(self, condition: Tensor, error: KVPassError) -> None:
-        """Add a bool on a GPU that must be true, and the error to raise if it is not."""
+        """Add a bool on a GPU that must be true, and the error to raise if it is false."""
         answer = torch.empty((), dtype=torch.bool, pin_memory=True)
         answer.copy_(condition, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -149,10 +149,10 @@ class LayerCache:
         first_ids: int64 [B], the position ids of the rows' first real tokens, if known and keys are rotated by rank.
         rotated_key: one key rotated to the positions `PROBED` by the prompt, if keys are rotated by rank; see
             `RotarySubgraph.probe`.
-        equal_rotated_key: the same of the last call, found to be equal up to rounding.
+        equal_rotated_key: the last call's rotated key, if it was equal to `rotated_key` up to rounding.
         key_projections: the weights that computed the layer's keys.
-        output_projection: its weight [E, Hq Dv], for policies that read it.
-        model: the tensors of the model that made the cache, as far as its graph had them as inputs.
+        output_projection: the output projection's weight [E, Hq Dv], for policies that read it.
+        model: weak references to the model's tensors that were inputs of the prompt's graph; they identify the model.
         undo_records: records of the last calls, as far as they can be cropped.
         cropped: the cache that replaced this one when tokens were cropped; this one can no longer be continued.
     """
@@ -212,7 +212,7 @@ class LayerCache:
             return last.result
         check_usable(self)
         check_croppable(self.undo_records, tokens, self.backend.crop)
-        self.interrupted = True  # until the cropped cache is there: undoing writes to these slots in place
+        self.interrupted = True  # until the cropped cache exists: undoing writes to these slots in place
         shorter = dataclasses.replace(self, interrupted=False)._undo_calls(tokens)
         self.cropped, self.undo_records = _Crop(tokens, "values" if part == "keys" else "keys", shorter), ()
         self.interrupted = False
@@ -268,6 +268,6 @@ def check_usable(cache: LayerCache) -> None:
         )
     if cache.cropped is not None:
         raise CacheHandleError(
-            f"{cache.cropped.tokens} tokens of this cache have since been cropped, so the state that it stood for is "
+            f"{cache.cropped.tokens} tokens of this cache have since been cropped, so the state that it had is "
             "gone: copy a cache (copy.deepcopy) before cropping it"
         )

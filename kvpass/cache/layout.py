@@ -28,18 +28,18 @@ class Layout:
     Attributes:
         policy: the eviction policy.
         budget: tokens kept between steps.
-        row_budgets: whether each row has its own budget, which the slots' state holds for the steps.
+        row_budgets: whether each row has its own budget, which is in the slots' state for the steps.
         pins: whether a caller has marked tokens that stay, so that the state has `PINNED` without `keep_prompt` too.
-        capacity: the number of slots, including the one for the token that is written next.
+        capacity: the number of slots, including the slot for the token that is written next.
         batch, heads, key_dim, value_dim: B, Hkv, D and Dv.
         dtype, device: of keys and values.
         stores_unrotated_keys: keys are stored before their rotary embedding and rotated by rank (positions="cache").
         layer: the layer's index, for policies that read it; else 0, so that equal layers have equal layouts.
         kv_dtype: the storage format of keys and values; None for `dtype`.
-        sharding: how the layer's heads are sharded over processes; `heads` counts those of this process.
+        sharding: how the layer's heads are sharded over processes; `heads` counts this process's heads.
         crops: whether a chunk also returns the inputs of its statistics, so that its last tokens can be cropped.
         exact_capacity: the capacity fits this prompt and layer; others need other capacities.
-        classes: the classes of KV heads with budgets of their own, of which `budget` is the mean and `capacity` the
+        classes: the classes of KV heads with different budgets; `budget` is their mean and `capacity` their
             largest number of slots; () for equal heads.
     """
 

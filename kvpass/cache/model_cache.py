@@ -41,7 +41,7 @@ def usable_caches_in(cache: Any, backend: CacheOwner) -> list[LayerCache]:
 
 def _handles(cache: Any) -> Iterator[Handle]:
     """Yield every handle in a DecodeLoop, a cache object with `layers` that have `keys`, or nested containers."""
-    inner = cache if isinstance(cache, Tensor) else model_access.cache_in(cache)  # a handle has a `cache` of its own
+    inner = cache if isinstance(cache, Tensor) else model_access.cache_in(cache)  # a handle also has a `cache`
     tree: Any = layers_of(inner) or inner
     for leaf in optree.tree_leaves(tree):
         keys = leaf if isinstance(leaf, Tensor) else getattr(leaf, "keys", None)
@@ -99,7 +99,7 @@ def refresh_handles(cache: Any, steps: int, become: Mapping[int, LayerCache] | N
     """Return a model's cache object, or nested tuples of tensors, with handles at the present number of seen tokens.
 
     Args:
-        steps: the number of tokens that a layer's own count advances by.
+        steps: the number of tokens by which a layer's own count advances.
         become: other caches for the handles, by the id of a handle's present one; None to keep these.
     """
     if isinstance(cache, Handle):

@@ -1,6 +1,6 @@
 """Convert the cache of one layer to plain values and tensors for a file, and back: `to_entry`, `from_entry`.
 
-Nothing in a file is trusted: sizes must be those of the layout, and indices must lie within the slots, because compiled
+Nothing in a file is trusted: sizes must match the layout, and indices must lie within the slots, because compiled
 code does not check the indices that it writes to.
 """
 
@@ -69,7 +69,7 @@ def from_entry(
         policy: the policy of the layer.
 
     Raises:
-        CacheFileError: the file has other sizes than its header says, or numbers that cannot be.
+        CacheFileError: the file has other sizes than its header says, or invalid numbers.
     """
     layout = _layout_of(entry["layout"], backend, policy, device).with_head_classes()
     capacity, length, heads = (_read_count(entry, name) for name in ("capacity", "length", "heads"))
@@ -96,7 +96,7 @@ def _convert_vectors(slots: AnySlots, change: Callable[[Format, StoredTensors], 
 def _slots_of(
     tensors: Mapping[str, Tensor], layout: Layout, capacity: int, length: int, row_budgets: tuple[int, ...]
 ) -> Any:
-    """Return the slots of a layout with other capacity, from checked tensors on the CPU."""
+    """Return the slots of a layout with another capacity, from checked tensors on the CPU."""
     like = empty_slots(dataclasses.replace(layout, capacity=capacity, device=torch.device("meta")))
     checked = [_check_tensor(tensors, name, tensor) for name, tensor in zip(like.names, like.tensors(), strict=True)]
     slots = like.with_tensors(checked)
@@ -109,12 +109,12 @@ def _slots_of(
 
 
 def _check_classes(slots: ClassedSlots, layout: Layout, length: int) -> None:
-    """Raise CacheFileError for classes of heads whose numbers cannot be, or that do not have every head once."""
+    """Raise CacheFileError for classes of heads with invalid numbers, or that do not have every head once."""
     for class_slots, class_layout in zip(slots.by_class, layout.by_class, strict=True):
         _check_numbers(class_slots, class_layout, length, class_layout.capacity, (class_layout.budget,))
     heads = torch.arange(layout.heads).expand_as(slots.order)
     if not torch.equal(slots.order.sort(-1).values, heads) or not torch.equal(slots.order.argsort(-1), slots.inverse):
-        raise CacheFileError(f"its order of heads is none of {layout.heads} heads")
+        raise CacheFileError(f"its order of heads is not an order of {layout.heads} heads")
 
 
 def _layout_of(entry: Mapping[str, Any], backend: CacheOwner, policy: Policy, device: torch.device) -> Layout:
@@ -132,7 +132,7 @@ def _layout_of(entry: Mapping[str, Any], backend: CacheOwner, policy: Policy, de
 
 
 def _read_count(entry: Mapping[str, Any], name: str) -> int:
-    """Return a count of an entry, which must be a number from 0 on."""
+    """Return a count of an entry, which must be at least 0."""
     value = entry[name]
     if type(value) is not int or not 0 <= value < 2**62:
         raise CacheFileError(f"its {name} is {value!r}")
@@ -154,7 +154,7 @@ def _host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, .
     policy, classes = layout.policy, max(1, len(layout.classes))
     sizes = [classes * len(policy.clock((), 1, limit)) for limit in row_budgets if whole and policy.keeps_clock]
     if not whole or len(row_budgets) != layout.batch or list(map(len, clocks)) != sizes:
-        raise CacheFileError(f"its budgets {row_budgets} and clocks {clocks} are not those of {layout.batch} rows")
+        raise CacheFileError(f"its budgets {row_budgets} and clocks {clocks} do not fit {layout.batch} rows")
     return row_budgets, clocks
 
 
@@ -176,4 +176,4 @@ def _check_numbers(slots: Slots, layout: Layout, length: int, capacity: int, row
         right[ROW_BUDGET] = slots.state[ROW_BUDGET][:, :, 0] == torch.tensor(row_budgets)[:, None]
     wrong = [name for name, holds in right.items() if not bool(holds.all())]
     if wrong:
-        raise CacheFileError(f"its {' and '.join(wrong)} cannot be those of {length} tokens in {capacity} slots")
+        raise CacheFileError(f"its {' and '.join(wrong)} cannot belong to {length} tokens in {capacity} slots")

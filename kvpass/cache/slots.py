@@ -92,7 +92,7 @@ class Slots:
 
     @property
     def metadata(self) -> list[Tensor]:
-        """All tensors except those of keys and values, in the order of `names`."""
+        """All tensors except keys' and values', in the order of `names`."""
         return [self.position, self.index, self.free, self.seen, self.length, self.rank, *self.state.values()]
 
     def tensors(self) -> list[Tensor]:
@@ -205,7 +205,7 @@ def select_heads(x: Tensor, heads: Tensor) -> Tensor:
 class ClassedSlots:
     """The slots of a layer whose KV heads have different budgets, one rectangle for each class of heads.
 
-    Which head is in which class is data, so rows of a batch have orders of their own, and one graph serves all.
+    Which head is in which class is data, so each row of a batch has its own order, and one graph serves all.
 
     Attributes:
         by_class: the slots of each class, see `Layout.by_class`.
@@ -253,7 +253,7 @@ class ClassedSlots:
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors: those of class 0, those of the others with a prefix, `order` and `inverse`."""
+        """The names of the tensors: class 0's, the other classes' with a prefix, `order` and `inverse`."""
         return [*_prefix_names([part.names for part in self.by_class]), "order", "inverse"]
 
     @property
@@ -346,7 +346,7 @@ class SlotSnapshot:
 
     Attributes:
         slots: the buffers.
-        saved: for each class of heads what a step overwrites; () if the call leaves these slots unchanged, as a chunk
+        saved: per class, the content that a step overwrites; () if the call leaves these slots unchanged, as a chunk
             does, which is admitted to others.
     """
 
@@ -371,7 +371,7 @@ def hold_whole_prompt(slots: AnySlots, layout: Layout) -> bool:
 
 
 def _prefix_names(names: Sequence[Sequence[str]]) -> list[str]:
-    """Return the names of all classes; those after the first have a prefix."""
+    """Return the names of all classes; names after the first class's have a prefix."""
     return [f"class_{i}_{name}" if i else name for i, each in enumerate(names) for name in each]
 
 
@@ -381,7 +381,7 @@ def empty_slots(layout: Layout) -> AnySlots:
 
 
 def empty_state(layout: Layout) -> State:
-    """Return the policy's state for slots without tokens; its entries may not have names of other tensors."""
+    """Return the policy's state for slots without tokens; its entries must not have the names of other tensors."""
     own, taken = {**layout.policy.state(), **layout.policy.row_state()}, {*READ_ONLY_STATE, *Slots.__annotations__}
     formats = {"key": layout.key_format, "value": layout.value_format}
     taken |= {f"{name}_{part}" for name, each in formats.items() for part in each.names}
@@ -414,7 +414,7 @@ def next_free(layout: Layout, slots: Slots) -> Tensor:
 def next_rank(position: Tensor, free: Tensor, decodes: bool) -> Tensor:
     """Return int64 [B], the rank of the first new token when it attends, from tensors of `Slots`.
 
-    A chunk attends to all cached tokens; a token that `decodes` not to the one that it overwrites, if any.
+    A chunk attends to all cached tokens; a token that `decodes` does not attend to the one that it overwrites, if any.
     """
     live = position[:, 0] >= 0  # [B, C]
     overwritten = live.gather(-1, free[:, :1])[:, 0].long()  # [B], 1 if the new token overwrites a token

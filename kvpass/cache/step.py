@@ -61,7 +61,7 @@ def read_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToken
     """Attend to the tokens of an earlier `decode_step`, for a layer that shares its cache.
 
     Args:
-        slots: K and V after the step, and all other tensors as before it.
+        slots: K and V after the step, all other tensors before it.
         new: this layer's query, and the key and value of the step.
     """
     vectors = (EncodedVectors.of(layout.key_format, new.key), EncodedVectors.of(layout.value_format, new.value))
@@ -269,7 +269,7 @@ def _compact(
 ) -> tuple[Tokens, Tensor]:
     """Let the policy observe and compact; return the remaining tokens and the next slot to write [B, H']."""
     policy = layout.policy
-    observe = policy.observe_chunk if policy.interval == 1 else policy.observe  # with an interval a step like any other
+    observe = policy.observe_chunk if policy.interval == 1 else policy.observe  # with an interval, as in other steps
     tokens = rescore(layout, tokens.with_state(observe(tokens, attention)), slots.key, slots.value, call.policy_weights)
     keep, changes = layout.eviction.compact(tokens)
     position = torch.where(keep, tokens.position, FREE)

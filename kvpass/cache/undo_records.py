@@ -15,7 +15,7 @@ from kvpass.cache.slots import SlotSnapshot
 from kvpass.errors import CacheHandleError
 
 AdmitAgain = Callable[[Any, int], Any]
-"""Return a layer's cache after the first tokens of a call, as many as given, from the cache before the call."""
+"""Return a layer's cache after a number of the first tokens of a call, from the cache before the call."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Measure what policies need of a model: statistics of its queries, and gates of its heads."""
+"""Measure facts about a model for policies: statistics of its queries, and gates of its heads."""

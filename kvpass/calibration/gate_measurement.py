@@ -1,7 +1,7 @@
 """Measure gates of a model's KV heads: the attention to tokens that a streaming head does not keep.
 
 DuoAttention trains gates, which takes a GPU and hours; a measurement takes minutes on a CPU.  The model reads a text
-twice in a row, so that heads which retrieve attend to the first time while they read the second.
+twice in a row, so that heads that retrieve attend to the first copy while they read the second.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def measure_gates(
 ) -> HeadGates:
     """Return the gates of a model's KV heads.
 
-    A head's gate is the mean share of its attention, the highest of its G query heads, that the queries of the second
+    A head's gate is the mean share of attention, the highest over its G query heads, that the queries of the second
     half of each window pay to tokens after the first `sinks` and before the last `recent` ones.
 
     Args:
         model: a causal language model with the interface of transformers, uncompiled.
-        ids: int64 [T], the token ids of a text, of at least half a window; those after the last whole
+        ids: int64 [T], the token ids of a text, of at least half a window; tokens after the last whole
             one are not read.
-        window: the tokens that are run at once: half as many of the text, twice.
+        window: the tokens that are run at once: half of this number from the text, twice.
         sinks, recent: the tokens that streaming heads keep.
 
     Raises:
         CalibrationError: the text is shorter than half a window, the window has no token that streaming heads lack, or
-            the model has no attention on a cache, or other numbers of KV heads in other layers.
+            the model has no attention on a cache, or its layers differ in their numbers of KV heads.
         UnsupportedGraph: the attention of the model cannot be read.
     """
     half = window // 2

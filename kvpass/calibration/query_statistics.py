@@ -27,11 +27,11 @@ from kvpass.policies.calibration import CalibratedModel, Calibration, multiply_p
 from kvpass.torch_private import dynamo
 
 FIRST = 4
-"""The first tokens of a text, whose queries differ from all others and are left out."""
+"""The first tokens of a text, whose queries differ from all other queries and are left out."""
 PROBES = 8
 """How many tokens the rotary embedding is measured with."""
 POSITIONS = tuple(2**n for n in range(11))
-"""The positions at which it is measured: each tells the frequency twice as exactly as the one before."""
+"""The positions at which the embedding is measured: each gives the frequency twice as exactly as the previous one."""
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """The largest relative difference of a key from its rotated form."""
 
@@ -43,7 +43,7 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
 
     Args:
         model: a causal language model with the interface of transformers and rotary embeddings, uncompiled.
-        ids: int64 [T], the token ids of the text, of at least one window; those after the last whole one are not
+        ids: int64 [T], the token ids of the text, of at least one window; tokens after the last whole one are not
             read.
         window: the tokens that are run at once; statistics of long contexts need long windows.
 
@@ -84,17 +84,17 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
 
 
 def check_equal_layers(name: str, unit: str, counts: Sequence[int]) -> None:
-    """Raise CalibrationError, which names two layers of a model, unless all layers have equal counts of something."""
+    """Raise CalibrationError, which names two layers of a model, unless all layers have equal counts."""
     other = next((layer for layer, count in enumerate(counts) if count != counts[0]), None)
     if other is not None:
         raise CalibrationError(
             f"layers 0 and {other} of {name} have {counts[0]} and {counts[other]} {unit}: only models whose layers "
-            "have as many can be measured"
+            "have equal numbers can be measured"
         )
 
 
 def _query_sums(rotation: _Rotation, call: RecordedAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sums of rows [Hq, D] before their rotation, of their outer products, and of sizes of pairs [Hq, P]."""
+    """Return sums of rows [Hq, D] before their rotation, of their outer products, and of pair sizes [Hq, P]."""
     positions = torch.arange(call.query.shape[2], device=call.query.device)
     rows = rotation.undo(call.query, positions)[0, :, FIRST:]
     return rows.sum(1), rows.mT @ rows, pair_norms(rows).sum(1)
@@ -185,8 +185,8 @@ class RecordedAttention:
     Attributes:
         query: [B, Hq, n, D].
         key: [B, Ha, n, D], as attention reads it.
-        mask, sink_logit, scale, cap, causal, hidden_logit: as there.
-        heads: Hkv, of the cache.
+        mask, sink_logit, scale, cap, causal, hidden_logit: as in that operator.
+        heads: Hkv, the KV heads of the cache.
     """
 
     query: Tensor
@@ -213,7 +213,7 @@ class AttentionReader:
         self.compiled = torch.compile(run, backend=self, dynamic=False)
 
     def __call__(self, dynamo_gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """Return what runs in place of one graph of Dynamo and records its attention calls, or raises a refusal."""
+        """Return a callable that replaces a graph of Dynamo and records its attention calls, or raise an error."""
         try:
             with walk.converting_errors(filter(decomposed_attention.is_boundary, dynamo_gm.graph.nodes)):
                 captured = capture(dynamo_gm, [False] * len(examples))

@@ -5,8 +5,8 @@
              z = y * 2
              exit_autocast(region)
 
-What later passes insert in a region would be cast too.  transformers before 5.23 computes rotary embeddings in a region
-with autocast disabled.  A region stays if some result in it cannot be had without it.
+Nodes inserted in a region later would be cast too.  transformers before 5.23 computes rotary embeddings in a region
+with autocast disabled.  A region stays if some result in it cannot be computed without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpass.torch_private import fx_nodes, tensors
 
 
 def inline_autocast_regions(graph: fx.Graph) -> None:
-    """Remove the regions that change nothing, and those whose casts can be written out."""
+    """Remove the regions that change nothing, and regions whose casts can be written out."""
     enters = [node for node in graph.nodes if fx_nodes.sets_a_mode(node) and node.users]
     for enter in reversed(enters):  # of nested regions the inner one first
         leaving, order = next(iter(enter.users)), list(graph.nodes)
@@ -49,7 +49,7 @@ def _casts(inside: list[fx.Node], device: Any, dtype: Any, enabled: Any) -> dict
         if not recorded or _dtypes_without(node, device, None) == recorded:
             continue
         found = next((x for x in (dtype, torch.float32) if _dtypes_without(node, device, x) == recorded), None)
-        if found is None or alias.writes(node):  # a cast operand would be written to in place of the model's
+        if found is None or alias.writes(node):  # a cast operand would be written to instead of the model's
             return None
         casts[node] = found
     return casts
@@ -90,7 +90,7 @@ def _cast_operands(node: fx.Node, dtype: torch.dtype) -> None:
 def _is_independent(node: fx.Node) -> bool:
     """Return whether a node gives the same result with and without autocast.
 
-    Autocast changes the dtype of products, and of operands that differ in theirs.
+    Autocast changes the dtype of products, and of operands with different dtypes.
     """
     involved = [example_value(each) for each in (node, *node.all_input_nodes)]
     dtypes = {x.dtype for x in involved if isinstance(x, torch.Tensor) and x.is_floating_point()}

@@ -50,14 +50,14 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The verdict on one attention call or cache update: how it reads its cache, or why that is refused.
+    """The verdict on one attention call or cache update: how it reads its cache, or why it is refused.
 
     Attributes:
         node: the attention call, or a cache update that feeds none.
         reading: the attention call on its cache, if it can be rewritten.
-        refusal: the reason why it cannot be rewritten; None without a reading means that no growing cache is involved.
+        refusal: the reason why it cannot be rewritten.  Without a reading and a refusal, no growing cache is involved.
         cross_cache: the keys and values of cross-attention, which are returned and never grow.
-        outside: the inputs with keys and values of a call that updates no cache; whether they grow, only calls show.
+        outside: the inputs with keys and values of a call that updates no cache; only calls show whether they grow.
     """
 
     node: fx.Node
@@ -78,9 +78,9 @@ def find(dynamo_gm: fx.GraphModule, handles: set[fx.Node]) -> list[Verdict]:
 
 _UNREAD = "the cache that is grown here feeds no attention call that can be followed"
 _NO_ATTENTION = (
-    "; the graph has none at all: it breaks in between, see TORCH_LOGS=graph_breaks, or the model attends without "
+    "; the graph has no attention: it breaks in between, see TORCH_LOGS=graph_breaks, or the model attends without "
     "scaled_dot_product_attention and softmax. Where it breaks for a warning about output_attentions=True, leave that "
-    "out: slots do not hold every token, and have no probabilities for all. Where the model uses flex_attention, which "
+    "out: slots do not store every token, so probabilities are incomplete. Where the model uses flex_attention, which "
     "is not followed, load it with attn_implementation='sdpa' or 'eager'"
 )
 _ORDINARY = (
@@ -94,7 +94,7 @@ class _CacheSearch:
 
     Attributes:
         outputs: the output index of each returned node.
-        calls, unread: the attention calls, and each softmax that cannot be read as one, with the reason.
+        calls, unread: the attention calls, and each softmax that cannot be read as an attention call, with the reason.
         results: the results of all attention calls.
         updates: the nodes that grow a cache.
         verdicts: the verdicts so far.
@@ -187,9 +187,9 @@ class _CacheSearch:
                 line = walk.source_line(other_updates[0])
                 raise CacheRefused(
                     f"its cache is updated at {line} in a way that is not a concatenation along dimension -2 of "
-                    "[B, H, S, D] or 1 of [B, S, H, D]; a preallocated cache such as StaticCache has to give way to a "
+                    "[B, H, S, D] or 1 of [B, S, H, D]; replace a preallocated cache such as StaticCache by a "
                     "growing one: leave out cache_implementation='static' or 'sliding_window', or pass a DynamicCache "
-                    "or none, as kvpass has fixed slots of its own"
+                    "or none, as kvpass has its own fixed slots"
                 )
             return Verdict(call.node, self._read_call(call))
         except CacheRefused as reason:
@@ -199,7 +199,7 @@ class _CacheSearch:
             return Verdict(call.node, refusal=refusal, outside=() if refusal else tuple(origins.outside_keys(call)))
 
     def _other_updates(self, call: AttentionCall) -> list[fx.Node]:
-        """Return the nodes that update the cache of a call in another way than by growing it along the tokens."""
+        """Return the nodes that update the cache of a call without growing it along the tokens."""
         local = origins.since_projection((call.key, call.value), self.results)
         updates = [node for node in local if node not in self.updates and self._grows_in_other_layout(node)]
         kept = [node for node in local if node.op == "placeholder" or node in self.outputs]
@@ -208,9 +208,9 @@ class _CacheSearch:
         return updates + self._fixed_size_updates(call)
 
     def _fixed_size_updates(self, call: AttentionCall) -> list[fx.Node]:
-        """Return the updates of a cache of fixed size, as by torch.where, if both keys and values come from one.
+        """Return the updates of a cache of fixed size, as by torch.where, if keys and values both come from one.
 
-        With as many keys as queries these may be all tokens, and the input a tensor that was computed before a graph
+        If keys and queries are equally many, these may be all tokens, and the input may be computed before a graph
         break.
         """
         if expr(example_value(call.key).shape[-2]) == expr(example_value(call.query).shape[-2]):
@@ -288,8 +288,8 @@ class _CacheSearch:
     def _source_caches(self, call: AttentionCall) -> tuple[Origin, Origin] | None:
         """Return the two caches that key and value are computed from, or None if there are not two.
 
-        They come in the order in which the graph grows them, unless the second one alone feeds the keys.  In multi-head
-        latent attention both feed both.
+        Their order is the order in which the graph grows them, unless only the second feeds the keys.  In multi-head
+        latent attention both feed keys and values.
         """
         of_key, of_value = (
             alias.ancestors_with_writes([node], self.results, call.node, alias_sets=self.alias_sets)
@@ -327,7 +327,7 @@ class _CacheSearch:
 
 
 def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
-    """Refuse keys that are computed from a part of the cache, or each from several tokens."""
+    """Refuse keys that are computed from a part of the cache, or from several tokens each."""
     cached = {expr(example_value(origin.grown).shape[2]) for origin in (key, val)}
     for node in (call.key, call.value):
         if expr(example_value(node).shape[-2]) not in cached:
@@ -339,7 +339,7 @@ def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
 
 
 def _check_unmodified(origin: Origin, alias_sets: AliasSets) -> None:
-    """Refuse writes in place to cached tokens, and to new ones after they are stored, where the model attends."""
+    """Refuse writes in place to cached tokens, and to new tokens after they are stored, where the model attends."""
     if origin.past is None:
         return
     writer = alias.overwriting_node({origin.new}, alias_sets, origin.grown)
@@ -363,7 +363,7 @@ def _check_supported(call: AttentionCall, origin: Origin, shares_cache: bool) ->
     if example_value(query).ndim != 4 or example_value(key).ndim != 4:
         raise CacheRefused(f"queries of shape {tuple(example_value(query).shape)} are not [B, Hq, q, D]")
     if not shares_cache and expr(example_value(query).shape[2]) != expr(example_value(key).shape[2]):
-        raise CacheRefused("there are not as many new keys as queries")
+        raise CacheRefused("the numbers of new keys and of queries differ")
     if origin.past is not None and call.causal:
         raise CacheRefused("is_causal with a past aligns the mask to the first key")
 

@@ -75,7 +75,7 @@ def attention(
         mask: bool or additive, [B or 1, Hq or 1, q or 1, S], or None.
         sink_logit: the logits of the attention sink, [B or 1, Hq, q or 1, 1], or None.
         causal: query i attends to keys 0 .. i only.
-        hidden_logit: the logit of keys that a bool mask hides; None for the one of scaled_dot_product_attention.
+        hidden_logit: the logit of keys that a bool mask hides; None for scaled_dot_product_attention's.
         product_dtype, logit_dtype, output_dtype: in decomposed attention the dtypes of the products of query and key,
             of logits and softmax, and of the result; None for scaled_dot_product_attention on the dtype of `query`.
 
@@ -149,7 +149,7 @@ def is_attention(node: fx.Node) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SiteFacts:
-    """The facts about an `AttentionSite` that hold no node, which would keep its whole graph alive.
+    """The facts about an `AttentionSite` without its nodes, which would keep its whole graph alive.
 
     Attributes:
         keys_out, values_out: the indices of the outputs by which the graph returns the cache.
@@ -158,7 +158,7 @@ class SiteFacts:
         scale: the factor on the products of query and key.
         cap: see `kvpass.capture.canonical.attention`.
         window: the number of last tokens that the model stores, None for all.
-        sharding: how the heads are sharded over processes, None if all are here.
+        sharding: how the heads are sharded over processes, None if all are in this process.
         token_dims: the dimensions of the tokens in the model's own cache of keys and of values, 2 or 1.
     """
 
@@ -180,7 +180,7 @@ class AttentionSite(SiteFacts):
     Attributes:
         call: the node of `kvpass::attention`.
         query: [B, Hq, q, D].
-        key, value: those of the new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv].
+        key, value: the keys and values of the new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv].
         past_key, past_value: the placeholders of the past, None without a past (a prompt).
         grown_key, grown_value: the nodes of `kvpass::append`, which join past and new tokens.
         attended: the keys and values that attention reads, [B, Ha or Hkv, past + q, D]: the grown ones, or computed.
@@ -189,7 +189,7 @@ class AttentionSite(SiteFacts):
         lse: the node of `kvpass::log_sum_exp` of the same logits, or None.
         hidden_logit: the logit of keys that a bool mask hides, if attention is decomposed.
         decomposed: whether attention is spelled out instead of a call of scaled_dot_product_attention.
-        shared_by: later attention calls on the same cache, such as those of layers that share it.
+        shared_by: later attention calls on the same cache, such as the calls of layers that share it.
     """
 
     call: fx.Node
@@ -235,7 +235,7 @@ class AttentionSite(SiteFacts):
 
     @property
     def facts(self) -> SiteFacts:
-        """The facts about this site that a prompt reads once its graph is rewritten."""
+        """The facts about this site that a prompt reads after its graph is rewritten."""
         return SiteFacts(**{field.name: getattr(self, field.name) for field in dataclasses.fields(SiteFacts)})
 
     def in_copy(self, copy_of: dict[fx.Node, fx.Node]) -> AttentionSite:

@@ -7,7 +7,7 @@
               w = q @ K.transpose(2, 3) * 0.25 + mask
               out = softmax(w, -1) @ V
 
-No later stage knows how models spell attention and caches.
+Later stages do not see how models write attention and caches.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Capture:
 def capture(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     """Convert a graph to canonical form, in a copy.
 
-    Up to three readings are tried, and the first certain one is taken: the graph as it is; if that finds nothing, with
-    einsum equations in the order that capture reads; and with caches [B, S, H, D] transposed.  Without a certain one,
-    the last that found a cache is taken.  See `Capture.is_certain`: keys that seem to be computed from what a prompt
-    caches may be those of a transposed cache.
+    Up to three forms of the graph are tried: the graph as it is; if no cache is found in it, with the dimensions of
+    einsum equations reordered; and with caches [B, S, H, D] transposed.  The first certain result is returned, or else
+    the last one that found a cache.  See `Capture.is_certain`: keys that seem to be computed from a prompt's cached
+    ones may be the keys of a transposed cache.
 
     Args:
         is_handle: for each placeholder, whether its value is a handle of a kvpass cache.
@@ -110,7 +110,7 @@ def _normalized(dynamo_gm: fx.GraphModule) -> fx.GraphModule:
 def _capture_heads_first(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture | None:
     """Convert a graph with caches [B, S, H, D]; None if there are none.
 
-    Outputs in that order that no attention call grows, such as keys of cross-attention, reach the model as they are.
+    Outputs in that order that no attention call grows, such as keys of cross-attention, reach the model unchanged.
     """
     names, returned = heads_first.find_tokens_first(_normalized(dynamo_gm)), walk.results(dynamo_gm.graph)
     for _ in range(2):
@@ -171,7 +171,7 @@ def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> list[Attentio
         The first attention call on each cache, with later calls on the same cache as `shared_by`.
 
     Raises:
-        UnsupportedGraph: the slots of a layer cannot hold what is cached.
+        UnsupportedGraph: the slots of a layer cannot store the cached tensors.
     """
     results = {node for r in readings for node in (*r.call.results, r.key.grown, r.value.grown)}
     # Writes in place to the logits are among these nodes, although nothing uses their results.

@@ -31,7 +31,7 @@ from kvpass.torch_private import fx_nodes
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """An attention call, however it is spelled.
+    """An attention call, in any spelling.
 
     With scores s = scale * query key^T, the logits are cap * tanh(s / cap), or s without a cap, plus the mask.  The
     softmax also runs over the sink, which has no value.
@@ -75,7 +75,7 @@ class AttentionCall:
 
 
 def find(dynamo_gm: fx.GraphModule) -> tuple[list[AttentionCall], dict[fx.Node, str]]:
-    """Return every attention call, in order, and every call and softmax that cannot be read as one, with the reason.
+    """Return every attention call, in order, and every call and softmax not readable as attention, with the reason.
 
     Reading may add unused nodes to the graph, such as the sum of several masks.
     """
@@ -116,7 +116,7 @@ def is_boundary(node: fx.Node) -> bool:
 class _DecompositionReader:
     """Reader of one attention call, from its softmax to both products.
 
-    It accounts for every operation on the way with all arguments, or the call is unreadable.
+    It accounts for all arguments of every operation on the way, or the call is unreadable.
     """
 
     def __init__(self, dynamo_gm: fx.GraphModule, softmax: fx.Node, alias_sets: alias.AliasSets) -> None:
@@ -127,7 +127,7 @@ class _DecompositionReader:
         self.at = softmax  # the current operation
 
     def read(self) -> AttentionCall:
-        """Read the call around the softmax; raise Unreadable if it is not attention because of the operation `at`."""
+        """Read the call around the softmax; raise Unreadable if the operation `at` shows that it is not attention."""
         if not products.is_last(op_table.named_arguments(self.softmax).get("dim"), example_value(self.softmax)):
             raise Unreadable("it is not over the last dimension")
         self.at = product = self._first_product()
@@ -188,7 +188,7 @@ class _DecompositionReader:
         """Refuse a tensor that is written to after it was read, because the canonical call reads it later."""
         if writers := self._writers_between(node, since, until):
             self.at = writers[0]
-            raise Unreadable("it writes in place to what attention is computed from, amid the computation")
+            raise Unreadable("it writes in place to an operand of attention during the computation")
 
     def _step_back(self, node: fx.Node) -> fx.Node:
         """Account for one operation on the logits, and return the logits before it."""
@@ -205,7 +205,7 @@ class _DecompositionReader:
             "clamp_min": self._read_clamp,
         }  # fmt: skip
         if name not in steps:
-            raise Unreadable("this is no operation on logits that kvpass knows")
+            raise Unreadable("kvpass does not support this operation on attention logits")
         return steps[name](node)
 
     def _passes_through(self, node: fx.Node) -> bool:
@@ -241,7 +241,7 @@ class _DecompositionReader:
     def _read_sub(self, node: fx.Node) -> fx.Node:
         """Account for a difference: the softmax ignores a row's maximum; any other operand is a bias.
 
-        The softmax ignores what is subtracted from all of its columns, sinks too, and not what a cap has bent.
+        The softmax ignores a number subtracted from all its columns, sinks included, but not before a cap.
         """
         logits, other, alpha = products.sum_operands(node)
         if alpha == 1 and products.is_maximum(other, logits):
@@ -320,7 +320,7 @@ class _DecompositionReader:
             following = [n for n in node.users if has_tag(n, "batched") or self._passes_on_probs(n)]
             self.at = node
             if len(following) != 1:
-                raise Unreadable(f"{len(following)} products are made of it, and not the one with the values")
+                raise Unreadable(f"{len(following)} matrix products read it, instead of exactly one, with the values")
             self._check_unmodified(node, node, following[0])
             if has_tag(following[0], "batched"):
                 break

@@ -3,7 +3,7 @@
 The graph of one process does not say that other processes have more heads.  Only the placement of DTensors is certain.
 So sharding is proven from weights: linear layers compute queries, keys and values, and their weights are sharded by
 rows of equal number over one mesh.  Each process then has the heads of its rows, in the order of the ranks.  Heads from
-weights that every process has whole are not sharded, and neither are those of plain tensors in a graph without
+weights that every process has whole are not sharded, nor are heads from plain tensors in a graph without
 collectives.  Anything else is refused if the policy reads more than positions.
 """
 
@@ -39,7 +39,7 @@ class _ShardOrigin:
     Attributes:
         kind: "whole" on every process, sharded by "rows", "plain" tensors, an "input" of the graph, or "else".
         mesh: the mesh of the shards.
-        description: for messages.
+        description: text for messages.
     """
 
     kind: Literal["whole", "rows", "plain", "input", "else"]
@@ -94,7 +94,7 @@ def _check_local(site: AttentionSite) -> None:
 
 
 def _read_sharding(site: AttentionSite, policy: Policy) -> HeadSharding | None:
-    """Return how the heads of a layer are sharded, None if all are here."""
+    """Return how the heads of a layer are sharded, None if all are in this process."""
     origins_of = {name: _shard_origins(getattr(site, name)) for name in ("query", "key", "value")}
     all_origins = frozenset().union(*origins_of.values())
     kinds = {origin.kind for origin in all_origins}
@@ -135,7 +135,7 @@ def _shard_origins(node: fx.Node) -> frozenset[_ShardOrigin]:
 
     shard_origins = {origin for origin in map(_shard_origin, walk.reach([node], following)) if origin}
     projections = {origin for origin in shard_origins if origin.kind != "input"}
-    return frozenset(projections or shard_origins)  # inputs that only multiply heads, such as cosines, are no origin
+    return frozenset(projections or shard_origins)  # inputs that only multiply heads, such as cosines, do not count
 
 
 def _is_vector(node: fx.Node) -> bool:

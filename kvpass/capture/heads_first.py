@@ -7,7 +7,7 @@ A cache [B, S, H, D] enters and leaves the new graph as [B, H, S, D], and nothin
               return out, k                                   out = attend(q, k.transpose(1, 2))
                                                               return out, grown
 
-The new graph computes the values that Dynamo's does, whichever caches are found: capture proves the rest on it, or
+The new graph computes the values that Dynamo's does, for any caches that are found: capture proves the rest on it, or
 refuses it.  Strides differ, so code that needs them, such as a view of the grown cache, is refused.
 """
 
@@ -140,7 +140,7 @@ def separate_rotary(site: AttentionSite) -> None:
 
 
 def order_equations(dynamo_gm: fx.GraphModule) -> fx.GraphModule:
-    """Return Dynamo's graph with "bqhd,bshd->bhqs" as "bhqd,bhsd->bhqs" of transposed operands, and all such ones.
+    """Return Dynamo's graph with "bqhd,bshd->bhqs" as "bhqd,bhsd->bhqs" of transposed operands, and all such equations.
 
     Attention is read from equations in which rows and heads come first.
     """
@@ -182,5 +182,5 @@ def _permute(before: fx.Node, tensor: fx.Node, dims: list[int]) -> fx.Node:
 
 
 def _replace_uses(node: fx.Node, replacement: fx.Node, reader: fx.Node) -> None:
-    """Replace a node for all of its users but one."""
+    """Replace a node for all its users but one."""
     node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user is not reader)

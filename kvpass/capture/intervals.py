@@ -1,6 +1,6 @@
 """Evaluate the operators of masks on intervals: bounds of a result from bounds of its operands.
 
-A rule takes a node and its arguments, with intervals in place of tensors and numbers, and returns None where it knows
+A rule takes a node and its arguments, with intervals instead of tensors and numbers, and returns None where it knows
 no bounds.
 """
 
@@ -45,7 +45,7 @@ def has_rule(node: fx.Node) -> bool:
 
 
 def evaluate(node: fx.Node, bounds_of: Callable[[fx.Node], Interval]) -> Interval:
-    """Return the bounds of a node that has a rule, from those of its operands."""
+    """Return the bounds of a node that has a rule, from the bounds of its operands."""
     rule = _RULES[op_table.operator_name(node)]
 
     def interval(argument: Any) -> Any:
@@ -64,9 +64,9 @@ def evaluate(node: fx.Node, bounds_of: Callable[[fx.Node], Interval]) -> Interva
 
 
 def in_dtype(node: fx.Node, bounds: Interval) -> Interval:
-    """Return the bounds of a result once it is stored in the node's dtype.
+    """Return the bounds of a result after it is stored in the node's dtype.
 
-    Integers wrap around, so a bound that the dtype cannot hold says nothing. A floating-point result may be rounded
+    Integers wrap around, so a bound outside of the dtype's range says nothing. A floating-point result may be rounded
     twice, so a bound that is not exact moves outwards by one step.
     """
     dtype, (low, high) = example_value(node).dtype, bounds
@@ -82,13 +82,13 @@ def in_dtype(node: fx.Node, bounds: Interval) -> Interval:
 
 
 def _holds(dtype: torch.dtype, *numbers: float) -> bool:
-    """Return whether an integer dtype holds all of these numbers; a float is exact only up to 2^53."""
+    """Return whether an integer dtype represents all these numbers; a float is exact only up to 2^53."""
     info = torch.iinfo(dtype)
     return all(max(info.min, -(2**53)) <= number <= min(info.max, 2**53) for number in numbers)
 
 
 def _round_towards(number: float, dtype: torch.dtype, towards: float) -> float:
-    """Return the number if the dtype has it, else the neighbour in a direction of the number nearest to it."""
+    """Return the number if the dtype has it, else the neighbour, in a direction, of the nearest number."""
     nearest = torch.tensor(number, dtype=torch.float64).to(dtype)
     if nearest.item() == number:
         return number

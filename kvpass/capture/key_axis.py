@@ -4,7 +4,7 @@ The rewritten step evaluates a mask for one slot at a time.  This is exact for t
 slice*: the part of a key from the parts of the operands of the same key.  `KeyAxis` follows the keys' dimension through
 the operators of the table, from where it enters: a key index, an input with an entry for every token, or a tensor
 computed from stored vectors.  Any other tensor is *precomputed on the host*, by the model's own code from the arguments
-of the call.  If it has an entry for every token, that of each slot's token is looked up.
+of the call.  If it has an entry for every token, the entry of each slot's token is looked up.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class MaskContext:
 
     Attributes:
         key_indices: the nodes that hold key indices, see `key_index_aranges`.
-        inputs: inputs with an entry for every token, and its dimension, see `token_inputs`.
+        inputs: inputs with an entry for every token, and the tokens' dimension, see `token_inputs`.
         padding: inputs that mark padding, if cached tokens are known to be real.
         stored: the grown keys and values of the site.
         length: the node with the cache's length, a copy of a counter that the step increases.
@@ -215,7 +215,7 @@ class KeyAxis:
             return None
         if base in self.padding and index in self.offsets and not self.is_key_index(index):
             raise UnsupportedGraph(
-                f"{walk.source_line(node)}: the mask looks up padding at indices that are not the keys' own"
+                f"{walk.source_line(node)}: the mask looks up padding at other indices than the keys' own"
             )
         is_own_entry = self.is_key_index(index) and set(following) == {index}
         return KeyDependence("per_key_lookup", dim) if is_own_entry and dim is not None else None

@@ -1,4 +1,4 @@
-"""Find where keys and values come from: a cache that grows, one of cross-attention, or an unread one.
+"""Find where keys and values come from: a cache that grows, a cache of cross-attention, or an unread cache.
 
 The operations between a cache and attention run on numbered elements at small sizes, which shows where each row, token
 and head ends up.  Small sizes cannot reveal a subscript such as `[:, :, -64:]`.  So the recorded size of each operation
@@ -54,7 +54,7 @@ class OutsideKeys:
     """An input with the keys or values that an attention call reads, which no node of the graph updates.
 
     Attributes:
-        index, dim: of the input among the arguments, and of the keys in its shape.
+        index, dim: the input's index among the arguments, and the keys' dimension in its shape.
         query_len: q, as a size of the graph.
         line: the source line of the attention call.
     """
@@ -66,7 +66,7 @@ class OutsideKeys:
 
 
 class CacheRefused(Exception):
-    """Keys or values do not come from a cache as kvpass reads it; the message says why."""
+    """Keys or values do not come from a cache that kvpass can read; the message says why."""
 
 
 def cat_parts(node: fx.Node, along: int = 2) -> tuple[fx.Node, fx.Node] | None:
@@ -90,7 +90,7 @@ def origin_of(attended: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
         returned = [each for each in chain if each in outputs and example_value(each).ndim == 4]
         if not returned:
             raise CacheRefused(
-                f"its key or value comes from {walk.target_name(node)!r} ({walk.source_line(node)}), which is no "
+                f"its key or value comes from {walk.target_name(node)!r} ({walk.source_line(node)}), which is not a "
                 "concatenation with the past, and is not computed from one cached pair"
             )
         node = returned[-1]
@@ -111,7 +111,7 @@ def origin_of(attended: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
     if cached != grown:
         raise CacheRefused(
             f"the cache holds {cached} and the new tokens are {example_value(new).dtype}, which makes the whole cache "
-            f"{grown}: begin with a new prompt after a change of the model's dtype"
+            f"{grown}: start with a new prompt after a change of the model's dtype"
         )
     return Origin(node, past, new)
 
@@ -138,7 +138,7 @@ def check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node], along: 
         attended: the keys or values that attention reads.
         grown: the cache.
         chain: the operations from the cache to `attended`, the last one first.
-        along: the dimension of the cache's tokens, 2 or 1; that of its heads is the other one.
+        along: the dimension of the cache's tokens, 2 or 1; the heads' dimension is the other one.
     """
     small = propagation.SmallSizes([*chain, grown])
     shape = small.shape(grown)
@@ -170,7 +170,7 @@ def check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node], along: 
 def _check_order(attended: fx.Node, grown: fx.Node) -> None:
     """Refuse a cache of one head and one token if attention reads dimension 1 as tokens.
 
-    Numbered elements cannot show that.  Where both dimensions may be the tokens, the second one is taken; a step in
+    Numbered elements cannot show that.  Where both dimensions may be the tokens, the second one is assumed; a step in
     which the first one grows is refused.
     """
     if list(map(expr, example_value(grown).shape[1:3])) != [1, 1]:
@@ -197,7 +197,7 @@ def queries_of(calls: list[AttentionCall], alias_sets: AliasSets) -> dict[fx.Nod
 
 
 def is_cross_attention(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], alias_sets: AliasSets) -> bool:
-    """Return whether no input of the query's tokens takes part in any key or value: these never grow.
+    """Return whether no key or value depends on an input of the query's tokens: these never grow.
 
     In later layers a query also depends on earlier attention outputs.  Its tokens are found along their `queries`.
     """
@@ -219,8 +219,8 @@ def _call_inputs(nodes: set[fx.Node]) -> set[fx.Node]:
 def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
     """Return the reason why an attention call that updates no cache cannot stay unchanged, or None if it can.
 
-    If queries, keys and values are all inputs, the cache grew before a graph break.  With as many keys as queries, as
-    in a prompt or an encoder, that is harmless.  Queries that the graph itself computes may attend to an encoder's
+    If queries, keys and values are all inputs, the cache grew before a graph break.  With as many keys as queries,
+    as in a prompt or an encoder, that is harmless.  Queries that the graph itself computes may attend to an encoder's
     output.  The search stops at `ends`, the results of all attention calls.
     """
     if not (_is_input(call.key) and _is_input(call.value)):
@@ -238,7 +238,7 @@ def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
 def outside_keys(call: AttentionCall) -> list[OutsideKeys]:
     """Return the inputs from which a call that updates no cache takes its keys and values.
 
-    There are none with as many keys as queries, as in an encoder.
+    There are none if keys and queries are equally many, as in an encoder.
     """
     count, queries = expr(example_value(call.key).shape[-2]), example_value(call.query).shape[-2]
     sources = dict.fromkeys(source for node in (call.key, call.value) for source in _source_inputs(node))
@@ -256,7 +256,7 @@ def _is_input(node: fx.Node) -> bool:
 _MIXING = tagged("projects", "contracts", "normalizes") | {
     "softmax", "scaled_dot_product_attention", "topk", "scatter"
 }  # fmt: skip
-"""Operators that compute new features or a selection, so that the result is not their operand rearranged."""
+"""Operators that compute new features or a selection, so that the result is not a rearranged operand."""
 
 
 def unread_caches(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
@@ -302,7 +302,7 @@ def _source_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_state(node: object) -> bool:
-    """Return whether a node is a floating-point tensor of at least three dimensions, and no parameter."""
+    """Return whether a node is a floating-point tensor of at least three dimensions, and not a parameter."""
     if not is_tensor(node) or isinstance(example_value(node), torch.nn.Parameter):
         return False
     return bool(example_value(node).ndim >= 3 and example_value(node).is_floating_point())

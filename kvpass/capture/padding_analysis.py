@@ -1,6 +1,6 @@
 """Find the inputs that mark padding: a zero provably masks that token for every query.
 
-A token that no query ever sees need not be stored.  Neither an input's shape nor the tokens that one mask hides prove
+A token that no query ever sees need not be stored.  Neither an input's shape nor the hidden tokens of one mask prove
 this.  So the model's own mask is evaluated for a token whose entry in the input is zero, with everything else unknown.
 Numbers are intervals, followed along the axis over the tokens.  If the mask of that key is false in every case, or low
 enough to hide it, the input marks padding.
@@ -30,7 +30,7 @@ class TensorBounds:
     Attributes:
         overall: the bounds of all elements.
         at_token: by dimension, the bounds of the elements at the token's index along it.
-        row_dim: the dimension over the input's rows, None if the input has one row for all.
+        row_dim: the dimension over the input's rows, None if all rows share one row of the input.
     """
 
     overall: Interval
@@ -61,7 +61,7 @@ def hiding_inputs(gm: fx.GraphModule, mask: fx.Node | None, step: bool) -> list[
 def padding_inputs_of_sites(
     canonical_gm: fx.GraphModule, sites: list[AttentionSite], step: bool
 ) -> list[tuple[fx.Node, ...]]:
-    """Return for each site the inputs that mark padding: those that hide tokens in all masks on its cache."""
+    """Return for each site the inputs that mark padding: inputs that hide tokens in all masks on its cache."""
     masks = dict.fromkeys(each.mask for site in sites for each in site.attention_calls)
     hiding = {mask: hiding_inputs(canonical_gm, mask, step) for mask in masks}
     inputs_by_mask = [[hiding[each.mask] for each in site.attention_calls] for site in sites]
@@ -125,7 +125,7 @@ class _Evaluation:
         """Return the dimension along which a tensor holds the keys' indices 0, 1, ... in the padded sequence, or None.
 
         In a step they may start at a size, for a layer that stores its last tokens only.  `KeyAxis` proves that this
-        size is the index of the first of them.
+        size is the index of the first of these tokens.
         """
         name = op_table.operator_name(node)
         if is_tensor(node) and not op_table.holds_indices(example_value(node).dtype):
@@ -162,7 +162,7 @@ class _Evaluation:
         at_token = {operand: self._propagate(node, operand) for operand in node.all_input_nodes}
 
         def bounds_at(dim: int | None) -> Interval:
-            """Evaluate the rule on all elements of the operands, or with those at the token along a dimension."""
+            """Evaluate the rule on all elements of the operands, or on the elements at the token along a dimension."""
 
             def bounds_of(operand: fx.Node) -> Interval:
                 overall = self.bounds[operand].overall if operand in self.bounds else unknown_bounds(operand)
@@ -182,7 +182,7 @@ class _Evaluation:
         return TensorBounds(bounds.overall, {}) if row_dim is None else dataclasses.replace(bounds, row_dim=row_dim)
 
     def _row_dim(self, node: fx.Node, parent: fx.Node, row_dim: int) -> int | None:
-        """Return the dimension over rows of a node, given that of an operand; None if rows may be mixed."""
+        """Return the dimension over rows of a node, given the dimension of an operand; None if rows may be mixed."""
         lookup = propagation.lookup(node)
         if lookup is None or lookup[0] is not parent:
             return propagation.propagate_dim(node, parent, row_dim)
@@ -198,7 +198,7 @@ class _Evaluation:
         return {dim: bounds for dim, bounds in followed.items() if dim is not None}
 
     def _entry_axis(self, node: fx.Node, index: object) -> int | None:
-        """Return the dimension along which a lookup reads each token's own entry; None if the index is no key index."""
+        """Return the dimension along which a lookup reads each token's own entry; None for other indices."""
         if not isinstance(index, fx.Node) or index not in self.axes:
             return None
         return propagation.index_axis(node, index, self.axes[index])

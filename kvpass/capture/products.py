@@ -32,7 +32,7 @@ def only_splits_heads(node: fx.Node) -> bool:
 
 
 def is_last(dim: object, tensor: torch.Tensor) -> bool:
-    """Return whether an operation's `dim` names the last dimension of a tensor, and no other."""
+    """Return whether an operation's `dim` is the last dimension of a tensor, and no other."""
     dims = list(dim) if isinstance(dim, (tuple, list)) else [dim]
     return len(dims) == 1 and isinstance(dims[0], int) and dims[0] % tensor.ndim == tensor.ndim - 1
 
@@ -52,7 +52,7 @@ def required_number(argument: object) -> float:
 
 
 def two_operands(node: fx.Node) -> tuple[fx.node.Argument, fx.node.Argument]:
-    """Return both operands of an operation that has nothing else."""
+    """Return both operands of an operation without other arguments."""
     if any(setting is not None for setting in node.kwargs.values()) or len(node.args) != 2:
         raise Unreadable("it has more than two operands, or a rounding mode")
     first, second = node.args

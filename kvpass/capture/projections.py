@@ -34,7 +34,7 @@ def output_projection_index(site: AttentionSite) -> int | None:
     """Return the argument index of a site's output projection [E, Hq Dv]; None if not proven.
 
     The operations between attention and a linear layer run on numbered elements, which shows that each query head's
-    part of the output meets its own columns of the weight.
+    part of the output is multiplied by its own columns of the weight.
     """
     chain = [site.call]
     while (user := _only_user(chain[-1])) is not None and op_table.has_tag(user, "moves", "keeps"):
@@ -65,6 +65,6 @@ def required_projection_index(site: AttentionSite, policy: Policy) -> int | None
     if policy.projects and index is None:
         raise UnsupportedGraph(
             f"{walk.source_line(site.call)}: {policy.name!r} weighs tokens by the projection of the output, and "
-            "attention's output is not seen to enter one linear layer, head after head: use policy='ada_kv'"
+            "attention's output is not proven to enter one linear layer, head after head: use policy='ada_kv'"
         )
     return index

@@ -18,11 +18,11 @@ from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, example_value, is_tensor
 from kvpass.torch_private import dynamo
 
-QUERY_ROTATED_BY_OTHERS = "the query is not rotated by the positions that rotate the key"
+QUERY_ROTATED_BY_OTHERS = "the query and the key are rotated by different positions"
 KEY_ROTATED_BY_OTHERS = (
-    "a key is not proven to be rotated by its own position alone: its angles, or what scales it, may follow from tokens"
+    "a key is not proven to be rotated by its own position alone: its angles, or its scale, may depend on tokens"
 )
-ROWS_SHARE_POSITIONS = "the rows of a batch, which may be padded differently, count their tokens in one vector"
+ROWS_SHARE_POSITIONS = "the rows of a batch share one vector of positions, although they may be padded differently"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +71,9 @@ def _obstacle(site: AttentionSite, alias_sets: alias.AliasSets) -> str | None:
     if site.past_key is not None:
         return "the prompt ran uncompiled, so its keys are rotated to absolute positions already"
     if site.window is not None:
-        return "the layer has a sliding window of its own, so layers differ in how many tokens they hold"
+        return "the layer has its own sliding window, so layers cache different numbers of tokens"
     if site.computed:
-        return "the keys are computed from what is cached, which holds rotated ones already"
+        return "the keys are computed from cached vectors, which are rotated already"
     rotary = find_rotary(site)
     if rotary is None:
         return "the keys carry no rotary embedding that can be separated"
@@ -89,7 +89,7 @@ def _obstacle(site: AttentionSite, alias_sets: alias.AliasSets) -> str | None:
 def rows_come_first(position: fx.Node, rotated: fx.Node, stop: Iterable[fx.Node] = ()) -> bool:
     """Return whether the first dimension of positions, possibly of size 1, becomes the first of the rotated tensor.
 
-    The answer is also true if the dimension cannot be followed.  `stop` is that of `follow_to`.
+    The answer is also true if the dimension cannot be followed.  See `follow_to` for `stop`.
     """
     return follow_to(position, 0, rotated, stop) in (0, None)
 
@@ -98,7 +98,7 @@ def follow_to(root: fx.Node, dim: int, result: fx.Node, stop: Iterable[fx.Node] 
     """Return the dimension of a result that a dimension of one of its ancestors becomes, or None.
 
     Args:
-        stop: ancestors that are not followed, nor what is computed from the root before them.
+        stop: ancestors that are not followed, nor the nodes between the root and them.
     """
     dims: dict[fx.Node, int | None] = {root: dim}
     for node in sorted(ancestors(result, {root, *stop})):
@@ -111,7 +111,7 @@ def follow_to(root: fx.Node, dim: int, result: fx.Node, stop: Iterable[fx.Node] 
 def find_rotary(site: AttentionSite, token_dim: int = 2) -> Rotary | None:
     """Return the rotary embedding of a site's key, or None if the key does not depend on positions.
 
-    `raw` is the latest key from which on everything depends on one tensor of positions and on no hidden states.
+    `raw` is the latest key after which everything depends on one tensor of positions and on no hidden states.
 
     Args:
         token_dim: the dimension of the tokens in `raw`: 2, or 1 for a `raw` [B, q, Hkv, D].
@@ -138,9 +138,9 @@ def find_rotary(site: AttentionSite, token_dim: int = 2) -> Rotary | None:
 
 
 def _is_mixed_with_tokens(key: fx.Node, raw: fx.Node) -> bool:
-    """Return whether hidden states enter a key behind `raw`, otherwise than through integers.
+    """Return whether hidden states enter a key after `raw`, except through integers.
 
-    Attention or an embedding is soon found if there is any, and the many nodes before it are not examined.
+    If there is attention or an embedding, it is found soon, and the many nodes before it are not examined.
     """
 
     def operands(node: fx.Node) -> list[fx.Node]:
@@ -171,7 +171,7 @@ def _latest_first(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
-    """Return all positions that rotate the site's key and queries, or [] if others rotate some query too.
+    """Return all positions that rotate the site's key and queries, or [] if other positions also rotate a query.
 
     A model that rotates queries and keys separately computes the same positions twice.
     """
@@ -185,9 +185,9 @@ def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
 
 
 def _positions_of_query(query: fx.Node, key_positions: fx.Node) -> list[fx.Node]:
-    """Return the nodes with the positions of a query that angles are computed from, or [] if there are others.
+    """Return the nodes with the positions of a query that angles are computed from, or [] if others exist.
 
-    All that changes a query behind its projection is examined, such as a scale that follows from positions.
+    All changes of a query after its projection are examined, such as a scale that depends on positions.
     """
     since = {node for node in ancestors(query, until=_is_end_of_query) if not _is_end_of_query(node)}
     shaped = {node for node in since if is_tensor(node) and _is_shaped(node, example_value(query).shape)}
@@ -212,8 +212,8 @@ def rotates_each_token_alone(rotary: Rotary, site: AttentionSite, alias_sets: al
     """Return whether the rotation of a token's key depends on that token's position alone.
 
     Each dimension over rows or tokens, of the positions and the raw key, is followed to the rotated key through
-    operations that compute each slice from the same slice.  A prompt of one token has no such dimension; it may have no
-    reductions.  No other input may depend on the tokens of the call.  `alias_sets` are those of the graph.
+    operations that compute each slice from the same slice.  A prompt of one token lacks this dimension: it must have no
+    reductions.  No other input may depend on the tokens of the call.  `alias_sets` are the graph's.
     """
     position = strip_reshapes(rotary.position)
     others = alias.ancestors_with_writes([site.key], {rotary.raw, position}, alias_sets=alias_sets)
@@ -225,9 +225,9 @@ def rotates_each_token_alone(rotary: Rotary, site: AttentionSite, alias_sets: al
 
 
 def _may_follow_tokens(node: fx.Node) -> bool:
-    """Return whether an input may depend on the call's tokens; integers and scalars may count them, wherever they are.
+    """Return whether an input may depend on the call's tokens; integers and scalars on any device may count them.
 
-    Other tensors of modules stay as they are, which `kvpass.runtime.checks` verifies.
+    Other tensors of modules stay unchanged, which `kvpass.runtime.checks` verifies.
     """
     if node.op != "placeholder" or not is_tensor(node) or dynamo.is_of_module(node):
         return False

@@ -26,7 +26,7 @@ def multiply_outer_products(graph: fx.Graph) -> None:
 
 
 def multiply_equations(graph: fx.Graph) -> None:
-    """Replace torch.einsum by a product of matrices, where it is one: "bhqd,bhkd->bhqk" or "bhqk,bhkd->bhqd"."""
+    """Replace torch.einsum by a product of matrices, where they are equal: "bhqd,bhkd->bhqk" or "bhqk,bhkd->bhqd"."""
     for node in list(graph.nodes):
         operands, letters, result = op_table.equation(node)
         if len(operands) != 2 or len(letters[0]) < 2:

@@ -4,7 +4,7 @@
                                                                    angles = index_select(table, 0, position)
 
 Hand-written models often precompute the angles of all positions and slice this table by the number of cached tokens.
-After the change they read positions, as models do that look their angles up, and every later stage treats both alike.
+After the change they read positions, as in models that look their angles up, and every later stage treats both alike.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find masks that select the keys of highest score, and leave them out where they select all keys.
 
 A *sparse index* is a mask that lets each query see the keys of highest score in a small attention.  While there are no
-more keys than such a mask selects, it hides nothing.  A layer with at most that many slots is rewritten as if all keys
+more keys than such a mask selects, it hides nothing.  A layer with at most so many slots is rewritten as if all keys
 were selected, and the scoring keys, which the model caches as a third tensor, are dropped.
 """
 
@@ -28,7 +28,7 @@ class SparseIndex:
         node: the mask of selected keys, a number scattered to their indices.
         number: the mask's value at a selected key.
         topk: the topk that selects.
-        limit: the number of keys that it selects at most; None if it selects all keys of this graph.
+        limit: the largest number of keys that it selects; None if it selects all keys of this graph.
     """
 
     node: fx.Node

@@ -29,9 +29,9 @@ MANIFEST = "manifest.json"
 
 
 def check_target(target: Path) -> None:
-    """Raise ArtifactError if the target is there and is no artifact."""
+    """Raise ArtifactError if the target exists and is not an artifact."""
     if target.exists() and not (target / MANIFEST).is_file():
-        raise ArtifactError(f"{target}: is there, and is no artifact: give another path")
+        raise ArtifactError(f"{target} exists and is not an artifact: give another path")
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def write_folder(target: Path) -> Iterator[ExportFiles]:
     """Yield the files of an artifact in a new folder, which replaces the target if no error is raised inside.
 
     Raises:
-        ArtifactError: the target is no artifact, or its parent cannot be written to.
+        ArtifactError: the target is not an artifact, or its parent cannot be written to.
     """
     check_target(target)
     try:
@@ -65,7 +65,7 @@ def write_folder(target: Path) -> Iterator[ExportFiles]:
 
 
 def write_manifest(files: ExportFiles, manifest: Mapping[str, Any]) -> str:
-    """Write the manifest, with the digests of all files and its own, and return the latter."""
+    """Write the manifest, with the digests of all files and its own digest, and return its digest."""
     whole = {**manifest, "version": VERSION, "files": files.digests}
     found = manifest_digest(whole)
     text = json.dumps({**whole, "digest": found}, indent=1)
@@ -85,7 +85,7 @@ def read_manifest(folder: Path, wanted: str | None) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version, said, files = manifest["version"], manifest["digest"], manifest["files"]
     except OSError as error:
-        raise ArtifactError(f"is no artifact: {error}") from error
+        raise ArtifactError(f"is not an artifact: {error}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"its manifest is damaged ({type(error).__name__}: {error})") from error
     tensor_files.check_version(version, VERSION, "export it again", ArtifactError)
@@ -148,7 +148,7 @@ class ExportFiles:
     def write_tensors(self) -> None:
         """Write all tensors to one file, if there are any."""
         if self._tensors:
-            # Without `clone` torch.save writes the whole storage behind a view.
+            # Without `clone` torch.save writes the whole storage of a view.
             stored = {name: tensor.detach().clone().contiguous() for name, tensor in self._tensors.items()}
             content: bytes = tensor_files.library().torch.save(stored)
             (self.folder / TENSORS).write_bytes(content)

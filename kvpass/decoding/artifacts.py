@@ -7,8 +7,8 @@ An artifact is a folder:
     *.py                 the Python around the kernels of one segment
     tensors.safetensors  constants of the graphs, if there are any
 
-Nothing is unpickled.  Code is machine code all the same, so an artifact must come from where programs come from.  Every
-file is compared with its digest before any is loaded, and the manifest with its own.
+Nothing is unpickled.  But it contains machine code, so load only artifacts from trusted sources.  Every
+file is compared with its digest before any is loaded, and the manifest with its own digest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kvpass.runtime.prompts import PromptRunner
 from kvpass.torch_private import exported_code, generated_code
 from kvpass.torch_private.tensors import is_wrapper
 
-PINS = "the artifact was exported without code for pinned tokens: use a DecodeLoop that is not loaded"
+PINS = "the artifact was exported without code for pinned tokens: use a DecodeLoop that compiles"
 
 
 @check_arguments
@@ -70,7 +70,7 @@ def export(
 
     Args:
         model: on a CPU, see `DecodeLoop`.
-        path: of the artifact, a folder; an artifact that is there is replaced.
+        path: the folder of the artifact; an existing artifact is replaced.
         policy: the eviction policy, see `kvpass.backend`.
         batch: the rows of prompts (`DecodeLoop.prompt`).
         rows: the number of requests that are decoded together, see `DecodeLoop`; None for a loop of prompts.
@@ -91,10 +91,10 @@ def export(
 
 
 def export_loop(loop: DecodeLoop, path: FilePath, batch: int = 1) -> str:
-    """Write the artifact of a loop that is new; afterwards the loop has compiled its graphs, as by `DecodeLoop.warm`.
+    """Write the artifact of a new loop; afterwards the loop has compiled its graphs, as by `DecodeLoop.warm`.
 
     Args:
-        path, batch: see `export`, which also says what is returned and raised.
+        path, batch: see `export`, also for what is returned and raised.
     """
     model, device, target = loop.model, loop.device.type, Path(path)
     artifact_folder.check_target(target)  # before anything is compiled
@@ -142,9 +142,9 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
     An artifact contains machine code, which runs with the rights of the process: load only what you would run.
 
     Args:
-        path: of the artifact.
-        model: with the weights for which the artifact was made, on a CPU.
-        digest: the digest that `export` returned, kept elsewhere; None to trust the folder.
+        path: the folder of the artifact.
+        model: the model with the weights for which the artifact was made, on a CPU.
+        digest: the digest that `export` returned and that was kept elsewhere; None to trust the folder.
         options: the arguments of `DecodeLoop` that need no compiled code: `temperature`, `top_k`, `top_p`, `seed`,
             `stop`, `read_interval` and `pad`.
 
@@ -159,7 +159,7 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
     """
     fixed = {"temperature", "top_k", "top_p", "seed", "stop", "read_interval", "pad"}
     for name in options.keys() - fixed:
-        raise PolicyError(f"{name}: an artifact has its own: load takes {', '.join(sorted(fixed))}")
+        raise PolicyError(f"{name}: the artifact has this setting: load takes {', '.join(sorted(fixed))}")
     folder = Path(path)
     try:
         manifest = read_manifest(folder, digest)
@@ -188,7 +188,7 @@ class LoadedLoop(DecodeLoop):
     def __init__(
         self, model: torch.nn.Module, manifest: Mapping[str, Any], folder: Path, options: Mapping[str, Any]
     ) -> None:
-        """Take a manifest that has been checked, and further arguments of `DecodeLoop`."""
+        """Take a checked manifest, and other arguments of `DecodeLoop`."""
         self._manifest, self._folder = manifest, folder
         settings = dict(manifest["settings"])
         policy = policy_of(settings.pop("policy"))
@@ -262,7 +262,7 @@ class ExportedGraph:
     """The code of an artifact for one kind of call.
 
     Attributes:
-        runner: of the code.
+        runner: runs the code.
         logits: the index of the logits among its results.
     """
 
@@ -282,7 +282,7 @@ class ExportedGraph:
     def arguments(
         self, inputs: Mapping[str, Tensor | None], counts: Mapping[str, int], module: Mapping[str, Tensor]
     ) -> tuple[Any, ...]:
-        """Return the arguments of the graph; None for those that nothing reads."""
+        """Return the arguments of the graph; None for arguments that nothing reads."""
         result: list[Any] = [None] * self.entry["count"]
         sources: dict[str, Mapping[str, Any]] = {
             "tensor": module, "input": inputs, "count": counts, "saved": self.tensors,
@@ -326,7 +326,7 @@ def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
         raise ArtifactError("a loop that is loaded from it makes other tokens than the loop that was exported")
 
 
-# What an export depends on, and whether it is the same here.
+# The facts that an export depends on, and whether they are the same here.
 
 
 def _versions_here() -> dict[str, str | None]:
@@ -366,7 +366,7 @@ def _check_same(saved: Mapping[str, Any], here: Mapping[str, Any], was: str, now
 
 
 def _check_processor(saved: Mapping[str, Any]) -> None:
-    """Raise ArtifactError unless this processor runs the code of the export, with as many threads."""
+    """Raise ArtifactError unless this processor runs the code of the export, with the same number of threads."""
     here = _processor_here()
     missing = sorted(set(saved["flags"]) - set(here["flags"]))
     if missing:
@@ -423,7 +423,7 @@ def _code_settings(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _check_settings(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise ArtifactError for settings of the model that differ from those of the export."""
+    """Raise ArtifactError for settings of the model that differ from the export's."""
     found = model_identity.differences(saved, here)
     if found:
         raise ArtifactError(f"is for a model of another configuration: {', '.join(found[:5])}")

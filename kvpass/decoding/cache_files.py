@@ -45,19 +45,19 @@ FilePath = str | os.PathLike[str]
 def save_cache(cache: Any, path: FilePath) -> None:
     """Write the cache of a conversation to a file, which `load_cache` reads in this or another process.
 
-    The file appears at once, when it is complete.  The cache itself may go on.  After `load_cache`, tokens from before
+    The file appears when it is complete.  The cache itself may be continued.  After `load_cache`, tokens from before
     the save cannot be cropped.
 
     >>> kvpass.save_cache(out.cache, "talk.safetensors")
     >>> kvpass.save_cache(loop, "talk.safetensors")
 
     Args:
-        cache: a model's cache object, its output, nested tuples of handles, or a DecodeLoop after a prompt, of which
-            tokens that it is ahead and the generator's state are saved too.
+        cache: a model's cache object, its output, nested tuples of handles, or a DecodeLoop after a prompt, whose
+            tokens that were not handed out yet and generator's state are saved too.
         path: of the safetensors file, which is replaced if it exists.
 
     Raises:
-        CacheHandleError: there is no cache of kvpass, or it cannot be continued, or it holds more than plain values
+        CacheHandleError: there is no cache of kvpass, the cache cannot be continued, or it has more than plain values
             and tensors.
         CacheFileError: the file cannot be written.
         KVPassError: safetensors is not installed.
@@ -100,12 +100,12 @@ def _write(cache: Any, path: FilePath, loop: DecodeLoop | None) -> None:
 def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
     """Return the cache of a conversation from a file that `save_cache` has written.
 
-    The conversation goes on as it would have in the process that saved it: with equal logits, bit for bit on the same
+    The conversation continues as in the process that saved it: with equal logits, bit for bit on the same
     machine with the same versions.
 
     >>> cache = kvpass.load_cache("talk.safetensors", compiled)
     >>> out = compiled(next_id, cache=cache, use_cache=True)
-    >>> kvpass.load_cache("talk.safetensors", loop)      # of a DecodeLoop, which goes on
+    >>> kvpass.load_cache("talk.safetensors", loop)      # of a DecodeLoop, which continues
     >>> loop.generate(200)
     >>> requests.add(ids, prefix=kvpass.load_cache("talk.safetensors", requests))      # of a DecodeLoop with rows
 
@@ -179,7 +179,7 @@ def policy_of(entry: Any) -> Policy:
 
 
 def _backend_for(saved: Mapping[str, Any], compiled: Any) -> Backend:
-    """Return the backend that continues the cache: the one that compiled the model, or one with the file's settings."""
+    """Return the backend that continues the cache: the model's if it is compiled, or one with the file's settings."""
     own_backend = compiled if isinstance(compiled, Backend) else dynamo.backend_of(compiled)
     if not isinstance(own_backend, Backend):
         others: dict[str, Any] = {name: saved[name] for name in _SETTINGS if name != "policy"}
@@ -198,7 +198,7 @@ def _module_of(compiled_or_model: Any) -> torch.nn.Module:
     inner = dynamo.before_compilation(compiled_or_model)
     inner = getattr(inner, "__self__", inner)
     if not isinstance(inner, torch.nn.Module):
-        raise CacheFileError(f"a {type(compiled_or_model).__name__} is no model: pass the model that made the cache")
+        raise CacheFileError(f"a {type(compiled_or_model).__name__} is not a model: pass the model that made the cache")
     return inner
 
 
@@ -267,7 +267,7 @@ class CacheObjectWriter:
             ]
             return {"object": type(value).__name__, "layers": parts}
         raise CacheHandleError(
-            f"the model's cache holds a {type(value).__name__} ({where}), which is no tensor and no plain value: it "
+            f"the model's cache holds a {type(value).__name__} ({where}), neither a tensor nor a plain value: it "
             "cannot be saved; keep the conversation in one process, or save the text"
         )
 

@@ -72,7 +72,7 @@ def warm(
 
     Raises:
         PolicyError: invalid rows or settings, or a model whose input is not token ids.
-        BudgetError: a budget that the policy cannot work with, or that holds no prompt at all.
+        BudgetError: a budget that the policy cannot work with, or that is too small for any prompt.
         UnsupportedGraph: the model cannot be rewritten.
     """
     reads = getattr(model, "main_input_name", "input_ids")
@@ -137,7 +137,7 @@ def _bar(total: int, shown: bool) -> Iterator[Tick]:
     except ModuleNotFoundError:
         yield lambda name: None
         return
-    hidden = None if shown else True  # None: where there is no terminal
+    hidden = None if shown else True  # None: hidden unless there is a terminal
     with tqdm(total=total, unit="part", desc="warm", disable=hidden, delay=2, dynamic_ncols=True) as bar:
 
         def tick(name: str) -> None:

@@ -54,10 +54,10 @@ class DecodeLoop:
     >>> for tokens in loop.stream(200):  # int64 [B] on the CPU, `pad` for a conversation that has stopped
     ...     ...
     >>> kvpass.inspect(loop)             # at any time
-    >>> loop.prompt(more)                # continues with a further prompt
+    >>> loop.prompt(more)                # continues with another prompt
     >>> loop.generate(200)               # int64 [B, n]
 
-    With `rows` it serves requests that come and go, each in a row of its own, on one decode graph:
+    With `rows` it serves requests that come and go, each in its own row, on one decode graph:
 
     >>> loop = kvpass.DecodeLoop(model, policy="h2o", budget=1024, rows=8)
     >>> name = loop.add(ids, max_new_tokens=200)
@@ -95,7 +95,7 @@ class DecodeLoop:
                 `position_ids` if prompts are padded; returns an object with `logits` and the cache under the same name,
                 or both in a tuple.
                 Its decoder layers may get a forward of `runtime.layer_regions` in their `__dict__`, which traces equal
-                layers once in compiled calls and else calls that of their class; nothing else is changed.
+                layers once in compiled calls and else calls their class's forward; nothing else is changed.
             policy: the eviction policy, see `kvpass.backend`.
             temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy.
             stop: tokens that end a conversation; they are handed out, and are in the cache of a later prompt.
@@ -153,15 +153,15 @@ class DecodeLoop:
         """Compile what the loop's settings need, before the first prompt or request comes.
 
         Synthetic prompts, shorter and longer than the budget, run through the loop: in chunks if the loop feeds prompts
-        so, with steps up to the policy's compaction and a further turn.  Nothing of them stays.  They are shorter where
-        the policy evicts no token, or none of a prompt; what the budget does not hold is named in a warning.
+        so, with steps up to the policy's compaction and another turn.  Nothing of them stays.  They are shorter where
+        the policy evicts no token, or none of a prompt; a warning names prompts that exceed the budget.
 
         Args:
-            rows: the number of rows in prompts; requests have the loop's own.
+            rows: the number of rows in prompts; requests have the loop's `rows`.
 
         Raises:
             UnsupportedGraph: the model cannot be rewritten.
-            BudgetError: the budget holds no prompt at all.
+            BudgetError: the budget is too small for any prompt.
         """
         visit_graphs(self, rows)
 
@@ -169,7 +169,7 @@ class DecodeLoop:
         """Forget the conversation and its prefix, or all requests and their outputs; compiled code stays.
 
         The next prompt begins a new conversation.  The random state of `generator` stays too; requests are numbered
-        from zero again, so they get the names and seeds of those of a new loop.
+        from zero again, so they get the same names and seeds as in a new loop.
         """
         with self.lock:
             self.state = self.prefix = None
@@ -204,10 +204,10 @@ class DecodeLoop:
             ids: int64 [B, T].
             attention_mask: [B, T], 0 for padding, which must be on the left of each row; None for no padding.
             pin: the tokens of this prompt that are never evicted, see `kvpass.prefill`: a mask [B, T], or spans.
-            on_top: hold them in addition to the budget, see `kvpass.prefill`.
+            on_top: cache them in addition to the budget, see `kvpass.prefill`.
 
         Raises:
-            CacheHandleError: a further prompt has another number of rows, or an error has interrupted the one before.
+            CacheHandleError: a later prompt has another number of rows, or an error has interrupted the prompt before.
             PolicyError: an invalid argument, a token outside of the vocabulary, a loop of requests, or pins under a
                 policy that allows none.
             BudgetError: pinned tokens leave less of the budget than the policy needs.
@@ -221,7 +221,7 @@ class DecodeLoop:
         pinned, old = pin_mask(pin, on_top, mask), self.state
         if old is not None:
             if len(ids) != len(old.ids):
-                raise CacheHandleError(f"a further prompt of {len(ids)} rows for a loop of {len(old.ids)}")
+                raise CacheHandleError(f"a later prompt of {len(ids)} rows for a loop of {len(old.ids)}")
             old.check_whole()
             old.refresh_cache_object()
             last = old.ids[:, : int(old.has_generated)]
@@ -234,7 +234,7 @@ class DecodeLoop:
             if old is None and seen.shape[1] != self.prefix_length:
                 raise CacheHandleError(INTERRUPTED)
             if len(seen) != len(mask):
-                raise CacheHandleError(f"a prompt of {len(mask)} rows behind a prefix of {len(seen)}")
+                raise CacheHandleError(f"a prompt of {len(mask)} rows after a prefix of {len(seen)}")
             whole = torch.cat([seen, mask], 1)
         chunks = prefill.run_chunks(
             self.model_call, ids, whole, before, self.prefill_chunk, pinned=pinned, on_top=on_top
@@ -261,14 +261,14 @@ class DecodeLoop:
             cache: a cache of the model, made under the settings of this loop, or an output that has one.
 
         Raises:
-            CacheHandleError: there is no cache of kvpass, it was made under other settings, or it has gone on since.
+            CacheHandleError: there is no cache of kvpass, it was made under other settings, or it was continued since.
             PolicyError: a loop of requests, which have their prefix in `add`.
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prefixes by `add`")
         cache = model_access.cache_in(cache)
         with self.lock:
             length = prefix_mask(cache, self.backend.cache_settings).shape[1]
-            prefix = copy.deepcopy(cache)  # before anything changes, as it raises for a cache that has gone on
+            prefix = copy.deepcopy(cache)  # before anything changes, as it raises for a cache that was continued since
             self.state, self.prefix, self.prefix_length = None, prefix, length
 
     @check_arguments
@@ -276,7 +276,7 @@ class DecodeLoop:
         """Yield up to `tokens` new tokens, int64 [B] each on the CPU, until every conversation has stopped.
 
         If the iteration is left early, the loop may be `read_interval` tokens ahead of the last token handed out.  The
-        next `stream` or `generate` begins with these tokens, and they are part of the conversation that a further
+        next `stream` or `generate` begins with these tokens, and they are part of the conversation that a later
         prompt continues.
 
         Args:
@@ -348,16 +348,16 @@ class DecodeLoop:
         Args:
             ids: the prompt, a list of token ids or int64 [T] or [1, T].
             max_new_tokens: the largest number of tokens to generate, at least 1.
-            stop: up to 8 tokens that end the request, included in its output; None for the loop's own.
-            temperature, top_k, top_p: see `Sampling`; None for the loop's own.
+            stop: up to 8 tokens that end the request, included in its output; None for the loop's.
+            temperature, top_k, top_p: see `Sampling`; None for the loop's.
             seed: the seed of sampling, on which the tokens depend whatever other requests are in the batch; None for a
-                seed that is derived from the loop's own and the number of the request.
+                seed that is derived from the loop's seed and the number of the request.
             request_id: the name of the request; None for a generated one.
             pin: the tokens of the prompt that are never evicted: a mask, bool [T] or [1, T], or spans (start, stop).
-            on_top: hold them in addition to the budget, see `kvpass.prefill`; all rows get the slots of the largest
+            on_top: cache them in addition to the budget, see `kvpass.prefill`; all rows get the slots of the largest
                 request.
             prefix: a prefilled cache of one row, see `branch`, which the request continues; it is copied when the
-                request starts, and must not go on until then.
+                request starts, and must not be continued until then.
             keep: copy its slots when it ends into the `cache` of its last output, which may be the `prefix` of a later
                 request.  The cache has not seen the last generated token: a prompt that continues begins with it.
 
@@ -369,7 +369,7 @@ class DecodeLoop:
                 that keeps every token, pins that leave less of the budget than the policy needs, or a name that is in
                 use.
             PolicyError: an invalid setting, or a loop without rows.
-            CacheHandleError: a prefix that is no cache of kvpass, or was made under other settings.
+            CacheHandleError: a prefix that is not a cache of kvpass, or was made under other settings.
         """
         default, ends = self.sampling, self.stop.tolist() if stop is None else stop
         with self.lock:
@@ -430,7 +430,7 @@ class DecodeLoop:
         """Add requests and decode them until all have finished.
 
         The next `step` hands out the outputs of other requests in the meantime.  If there is an error or an interrupt,
-        the requests are withdrawn with what they have generated, and the loop goes on without them.
+        the requests are withdrawn with what they have generated, and the loop continues without them.
 
         Args:
             inputs: the prompts, each as in `add`.

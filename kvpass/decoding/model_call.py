@@ -27,7 +27,7 @@ class ModelCall:
 
     Attributes:
         call: the model or its compiled version.
-        parameter_names: the names of the parameters of its forward, those of a model that it wraps among them.
+        parameter_names: the names of the parameters of its forward, and of a model that it wraps.
         cache_name: the keyword under which it takes its cache.
         name: its class, for errors.
         empty_cache: makes an empty cache; returns None for a model that makes its cache itself.
@@ -61,7 +61,7 @@ class ModelCall:
         omit_mask: bool = False,
         pins: Pins | None = None,
     ) -> Any:
-        """Call the model and return its output; that of `name_parts` if it is a tuple.
+        """Call the model and return its output, with named parts if it is a tuple.
 
         Args:
             ids: int64 [B, q].
@@ -73,7 +73,7 @@ class ModelCall:
             pins: the new tokens to pin.
 
         Raises:
-            CacheHandleError: the returned cache does not count these tokens after those that it had seen, or it is not
+            CacheHandleError: the returned cache does not count these tokens after the ones seen before, or it is not
                 of kvpass and tokens were to be pinned in it.
         """
         given: dict[str, Any] = {} if omit_mask else dict(attention_mask=mask, position_ids=position)
@@ -85,7 +85,7 @@ class ModelCall:
         found, fed, total = caches_in(model_access.cache_of_output(out)), ids.shape[1], mask.shape[1]
         if found and found[0].length != total:
             raise CacheHandleError(
-                f"{self.name} was fed {fed} tokens behind {total - fed}, and the cache that it returned counts "
+                f"{self.name} was fed {fed} tokens after {total - fed}, and the cache that it returned counts "
                 f"{found[0].length} tokens instead of {total}: the model does not continue the cache passed as "
                 f"`{self.cache_name}`; let its forward take the cache under this name and return it"
             )

@@ -1,9 +1,9 @@
 """Prefill a prompt in chunks: each attends to the cached tokens and to itself, then the policy evicts (`prefill`).
 
-A prompt of any length then needs the memory of the budget and one chunk, and time in proportion to its length.  The
+Prompts then need memory for the budget and one chunk only, and time in proportion to their length.  The
 remainder of the division into chunks is a part of the first chunk, which has less than twice the length of the
-others.  The reason is that one prompt graph serves all lengths, while each length of a chunk on slots has a graph of
-its own.
+others.  The reason is that one prompt graph serves all lengths, while each length of a chunk on slots has its own
+graph.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def prefill(
             padding among the new tokens.
         chunk: the number of tokens in a chunk, at least 1.
         cache: a cache of kvpass to continue, or an output that has one; None for an empty one.
-        logits: "last" for the logits of the last token, [B, 1, V]; "all" for those of every token, [B, T, V].
+        logits: "last" for the logits of the last token, [B, 1, V]; "all" for the logits of every token, [B, T, V].
         past_key_values: another name for `cache`.
         pin: the tokens of this prompt that are never evicted: a mask, bool [B, T], or spans (start, stop) of the real
             tokens of a row, one list for each row or one for all rows.  They stay pinned in later calls.
-        on_top: hold the pinned tokens in addition to the budget and not as a part of it.  Every row then has slots for
+        on_top: cache the pinned tokens in addition to the budget and not as a part of it.  Every row then has slots for
             the budget and for a power of two that the largest number of pinned tokens fits into.
 
     Returns:
@@ -131,7 +131,7 @@ def run_chunks(
 
 
 def last_of(outputs: Iterator[Any]) -> Any:
-    """Return the last output once all are made; earlier outputs are released on the way."""
+    """Return the last output after all were made; earlier outputs are released on the way."""
     return collections.deque(outputs, maxlen=1).pop()
 
 
@@ -144,7 +144,7 @@ def chunk_lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
     if chunk is None or tokens <= chunk:
         return [tokens]
     count, rest = divmod(tokens, chunk)
-    if first or rest == 1:  # a call of one token is a decode step, on a graph of its own
+    if first or rest == 1:  # a call of one token is a decode step, on another graph
         return [chunk + rest, *[chunk] * (count - 1)]
     return [*([rest] if rest else []), *[chunk] * count]
 
@@ -156,7 +156,7 @@ def prefix_mask(cache: Any, cache_settings: Any) -> Tensor:
         cache_settings: the settings of the loop's backend, `Backend.cache_settings`.
 
     Raises:
-        CacheHandleError: there is no cache of kvpass, or one that was made under other settings.
+        CacheHandleError: there is no cache of kvpass, or it was made under other settings.
     """
     layer = next(iter(caches_in(cache)), None)
     if layer is None:

@@ -137,7 +137,7 @@ class _GraphWriter:
     def entries(self, kind: tuple[str, int, bool], calls: Sequence[RecordedCall]) -> list[dict[str, Any]]:
         """Return the entries of one kind of call, for the graph of the last call.
 
-        A policy under which the code of a chunk depends on its length has one for each length.
+        If the policy's code for a chunk depends on its length, there is one entry for each length.
         """
         alike = [call for call in calls if call.result.runner is calls[-1].result.runner]
         by_code = {id(code): call for call in alike if (code := _code_of_chunk(call)) is not None}
@@ -202,7 +202,7 @@ class _GraphWriter:
         return entry
 
     def _argument(self, index: int, calls: Sequence[RecordedCall]) -> dict[str, Any]:
-        """Return how to find one of Dynamo's arguments in a later call, which must hold for all recorded ones."""
+        """Return how to find one of Dynamo's arguments in a later call, which must be true for all recorded calls."""
         values = [call.result.arguments[index] for call in calls]
         first = values[0]
         if isinstance(first, Handle):

@@ -75,7 +75,7 @@ class RequestBatch(DecodeState):
             if found != here:
                 raise CacheHandleError(
                     f"{one.layout.policy} needs {one.slots.capacity} slots for this prompt and the rows have "
-                    f"{layer.slots.capacity}: requests need a policy whose slots are as many for every prompt"
+                    f"{layer.slots.capacity}: requests need a policy with the same number of slots for every prompt"
                 )
 
     def insert(self, row: int, caches: Sequence[LayerCache], request: Request, logits: Tensor) -> int:
@@ -94,7 +94,7 @@ class RequestBatch(DecodeState):
         return first
 
     def cached_tokens(self, row: int) -> float:
-        """Return how many tokens a row's slots hold, the mean over layers and heads."""
+        """Return how many tokens are in a row's slots, the mean over layers and heads."""
         cached = [[(part.position[row] >= 0).sum() for part in layer.slots.by_class] for layer in self.caches]
         counts = [
             torch.stack(parts).sum() / x.layout.metadata_heads for x, parts in zip(self.caches, cached, strict=True)
@@ -138,7 +138,7 @@ class RequestBatch(DecodeState):
     def run(self, count: int, exact: bool = False) -> list[list[int]]:
         """Decode `count` tokens for each row; on a CPU, and with `exact`, stop as soon as a row ends.
 
-        A policy's clocks count steps of all rows, and those of a row that is copied at its end must not run on.
+        A policy's clocks count steps of all rows, and the clocks of a row that is copied at its end must stop there.
         """
         self.follow_model()
         exact = exact and bool(self.caches[0].clocks)
@@ -216,7 +216,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _are_constants(found: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
-    """Return whether tensors have no dimensions and are equal to those before; true for no tensors."""
+    """Return whether tensors have no dimensions and are equal to the tensors before; true for no tensors."""
     if len(found) != len(before):
         return not found
     return all(x.ndim == 0 and torch.equal(x, was.to(x.device)) for x, was in zip(found, before, strict=True))
@@ -240,7 +240,7 @@ def _pad_left(slots: AnySlots, by: int) -> None:
     for part in slots.by_class:
         part.index.copy_(torch.where(part.position >= 0, (part.index + by).clamp(min=0), part.index))
         part.length.add_(by)
-        part.seen.clamp_(max=part.length)  # of a free row, which may have seen more tokens than those in use
+        part.seen.clamp_(max=part.length)  # of a free row, which may have seen more tokens than the rows in use
 
 
 def _row_of(layer: LayerCache, row: int, length: int) -> LayerCache:

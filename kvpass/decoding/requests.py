@@ -77,7 +77,7 @@ class GenerationOutput:
     cause: Exception | None = None
 
     def is_finished(self) -> bool:
-        """Return whether the request has finished or failed, so that no further output follows."""
+        """Return whether the request has finished or failed, so that no other output follows."""
         return self.status >= RequestStatus.FINISHED
 
 
@@ -92,7 +92,7 @@ class Request:
         prefix: the cache that the prompt continues, which is copied; None for an empty one.
         prefix_length: the number of tokens of the prefix.
         keep: whether to copy the slots of the request when it ends.
-        tokens: the tokens generated so far, fewer than the output has after a restart of the request.
+        tokens: the tokens generated since the start or the last restart; after a restart, fewer than in `output`.
         failures: how often the request has failed while no other request ran.
         runs_alone_until: the number of tokens up to which the request runs alone, because a step of several requests
             failed before that many.

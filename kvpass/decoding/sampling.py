@@ -23,8 +23,8 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 always takes the most likely token.
-        top_k: draw from the `top_k` most likely tokens only, and from those that are as likely as the last of these, as
-            in transformers; None for all.
+        top_k: draw from the `top_k` most likely tokens only, and from tokens as likely as the last of them, as in
+            transformers; None for all.
         top_p: draw from the smallest set of most likely tokens with this share of the probability; None for all.
         seed: the seed of the generator.
     """
@@ -59,7 +59,7 @@ def _keep_top_k(logits: Tensor, count: int) -> Tensor:
 
 
 def _keep_top_p(ordered: Tensor, order: Tensor, share: Tensor | float) -> Tensor:
-    """Return sorted logits in their own order, with minus infinity where the more likely tokens have the share."""
+    """Return sorted logits in their own order, with minus infinity where more likely tokens already have the share."""
     probs = torch.softmax(ordered, -1)
     out = probs.cumsum(-1) - probs >= share  # the most likely token always stays
     return torch.empty_like(ordered).scatter(-1, order, ordered.masked_fill(out, -torch.inf))
@@ -98,7 +98,7 @@ class RowSampling:
         """Set the settings of a row."""
         self.rows[row] = sampling
         self.temperature[row] = sampling.temperature
-        # Without a limit: more tokens than any vocabulary has, and more than probabilities add up to.
+        # Without a limit: more tokens than any vocabulary has, and more than the sum of probabilities.
         self.top_k[row] = PRIME if sampling.top_k is None else sampling.top_k
         self.top_p[row] = 2.0 if sampling.top_p is None else sampling.top_p
         self.seed[row] = sampling.seed % PRIME

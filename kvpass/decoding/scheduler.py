@@ -59,8 +59,8 @@ class RequestScheduler:
         """
         policy, budget = loop.backend.policy, loop.backend.budget
         if not isinstance(budget, int):
-            raise BudgetError(f"budget={budget}: rows have as many slots for every request; give their number")
-        require(not policy.defers, "policy", policy, "holds a prompt whole at first, which no row has slots for")
+            raise BudgetError(f"budget={budget}: rows have equally many slots for every request; give their number")
+        require(not policy.defers, "policy", policy, "caches a whole prompt at first, which no row has slots for")
         if rows > 1 and not loop.takes_positions:
             warnings.warn(ONE_BY_ONE.format(loop.model_call.name), KVPassWarning, stacklevel=4)
         self.loop, self.count, self.budget = loop, rows, budget
@@ -102,7 +102,7 @@ class RequestScheduler:
         return name
 
     def _unused_number(self) -> int:
-        """Return the next number whose generated name no request with outputs still to hand out has."""
+        """Return the next number whose generated name no request with undelivered outputs has."""
         taken = self._taken_names()
         return next(number for number in itertools.count(self.number) if _generated_name(number) not in taken)
 
@@ -123,7 +123,7 @@ class RequestScheduler:
     def _check(self, request: Request) -> None:
         name, prompt, most = f"request {request.request_id!r}", request.prompt, request.max_new_tokens
         if request.request_id in self._taken_names():
-            raise RequestError(f"{name} is there already")
+            raise RequestError(f"{name} exists already")
         if len(request.stop) > MOST_STOPS:
             raise RequestError(f"{name}: {len(request.stop)} tokens to stop at; at most {MOST_STOPS} are possible")
         unknown = self.loop.model_call.unknown_token(torch.tensor(prompt))
@@ -186,7 +186,7 @@ class RequestScheduler:
             return self.undelivered.pop(0) if self.undelivered else None
 
     def add_all(self, adding: Sequence[Callable[[], str]]) -> tuple[list[str], dict[str, GenerationOutput]]:
-        """Add requests and return their names, and the failed outputs of those that are refused."""
+        """Add requests and return their names, and the failed outputs of refused requests."""
         done: dict[str, GenerationOutput] = {}
         names: list[str] = []
         try:
@@ -281,8 +281,8 @@ class RequestScheduler:
         now = 0 if request.prefix is None else self._prefix_length(request.prefix)
         if now != request.prefix_length:
             raise RequestError(
-                f"request {request.request_id!r}: its prefix has gone on from {request.prefix_length} to {now} tokens: "
-                "leave it as it is until the request has started, or give a copy"
+                f"request {request.request_id!r}: its prefix was continued from {request.prefix_length} to {now} tokens"
+                ": leave it unchanged until the request has started, or give a copy"
             )
         ids = torch.tensor([request.prompt], device=self.loop.device)
         mask = torch.ones(1, request.prefix_length + ids.shape[1], dtype=torch.int64, device=ids.device)
@@ -294,7 +294,7 @@ class RequestScheduler:
     def _retry(self, requests: Sequence[Request], error: Exception) -> None:
         """Restart requests, ahead of the queue, after a step with all of them has failed.
 
-        If there are several, each runs alone next, which shows the one at fault.  A request that fails alone for the
+        If there are several, each runs alone next, which shows which of them fails.  A request that fails alone for the
         second time, or with an error of kvpass, ends with the error, and the others are no longer suspects.
         """
         if len(requests) > 1:

@@ -39,7 +39,7 @@ COMPUTED_OUTSIDE = (
     "takes longer: see what breaks the graph with TORCH_LOGS=graph_breaks"
 )
 INTERRUPTED = (
-    "a prompt or a step of this loop was interrupted by an error, or its cache has gone on outside of the loop: call "
+    "a prompt or a step of this loop was interrupted by an error, or its cache was continued outside of the loop: call "
     "reset() and start again from the prompt"
 )
 NO_LOGITS = (
@@ -52,7 +52,7 @@ class ModelFingerprint:
     """The parameters, buffers, modules and other attributes of a model, to see whether one was replaced.
 
     Objects are compared by identity, and tensors also by memory, dtype, sizes and strides, which `Module.to` changes.
-    The same holds for what dictionaries, lists, sets and plain objects among them hold, such as a configuration.
+    Values in dictionaries, lists, sets and plain objects, such as a configuration, are compared in the same way.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -265,7 +265,7 @@ class DecodeState(abc.ABC):
         self.step = self.step or RepeatedStep(self)
         logits = self.loop.model_call.logits(out)
         self.step.repeat(ran[0], logits, mask, expected)
-        # The model's code sets attributes, its own or those of its cache, so it has to run at every step.
+        # The model's code sets attributes, its own attributes or its cache's, so it has to run at every step.
         if self.loop.fingerprint.has_changed() or self._other_counts() != counts:
             self.step.forget()
         self.choose(logits)
@@ -303,7 +303,7 @@ class LoopState(DecodeState):
         ready: tokens that the host has read and not handed out.
         all_stopped: whether all conversations had stopped when the host read the tokens last.
         stopped_on_host: bool [B], the rows that had stopped then.
-        has_generated: whether the caller has asked for tokens; until then the first one is no part of the conversation.
+        has_generated: whether the caller has asked for tokens; until then the first one is not in the conversation.
     """
 
     def __init__(self, loop: LoopContext, cache: Any, mask: Tensor) -> None:
@@ -319,7 +319,7 @@ class LoopState(DecodeState):
 
     def mask(self) -> Tensor:
         steps = torch.arange(self.seen - self.prompt_mask.shape[1], device=self.prompt_mask.device)
-        # A row's real tokens are those of its prompts and then one per step, up to the step where it stopped.
+        # A row's real tokens are its prompts' and then one per step, up to the step where it stopped.
         generated = self.position + self.stopped[:, None] - self.prompt_mask.sum(-1, keepdim=True)
         return torch.cat([self.prompt_mask, (steps < generated).to(self.prompt_mask.dtype)], 1)
 
@@ -347,10 +347,10 @@ class LoopState(DecodeState):
         shapes["mask"] = ((rows, seen), wanted)
         wrong = [name for name, how in shapes.items() if (tuple(tensors[name].shape), tensors[name].dtype) != how]
         if wrong or tensors["ready"].dtype != wanted or tensors["ready"].shape[1:] != (rows,):
-            raise CacheFileError(f"its {', '.join(wrong) or 'ready'} are not those of {rows} conversations")
+            raise CacheFileError(f"its {', '.join(wrong) or 'ready'} cannot belong to {rows} conversations")
         outside = (tensors["position"] < 0) | (tensors["position"] > seen)
         if loop.model_call.unknown_token(tensors["ids"]) is not None or bool(outside.any()):
-            raise CacheFileError(f"its last tokens or their positions cannot be those of {seen} tokens of this model")
+            raise CacheFileError(f"its last tokens or their positions do not fit {seen} tokens of this model")
         state = LoopState(loop, cache, tensors["mask"].to(loop.device))
         for name, mine in {"ids": state.ids, "position": state.position, "stopped": state.stopped}.items():
             mine.copy_(tensors[name])
@@ -389,9 +389,9 @@ class RepeatedStep:
     """A decode step that is repeated without Dynamo and without the model's Python.
 
     The loop repeats the arguments of the second step in a row through the model, because Dynamo may have specialised
-    the first on its number of tokens, and because two steps show that the arguments are repeatable: the second step has
-    those that a repeated first one would have.  Otherwise every step runs through the model, as code outside of the
-    graph computes an argument anew.  The loop repeats them only as long as all guards on sizes hold.
+    the first on its number of tokens, and because two steps show that the arguments are repeatable: the second step's
+    arguments must be the first step's, advanced by one token.  Otherwise every step runs through the model, as code
+    outside of the graph computes an argument anew.  The loop repeats them only as long as all guards on sizes hold.
     """
 
     runner: StepExecutor
@@ -429,21 +429,21 @@ class RepeatedStep:
         if index is None:
             raise UnsupportedGraph(NO_LOGITS)
         self.logits_index = index
-        if any(key.hooks != result.key.hooks for key in self.slots_by_key):  # their keys never come again
+        if any(key.hooks != result.key.hooks for key in self.slots_by_key):  # their keys never occur again
             self._drop_steps()
         self.slots_by_key[result.key] = [cache.slots for cache in self.caches]
 
     def _changed_arguments(self, arguments: tuple[Any, ...], expected: tuple[Any, ...], mask: Tensor) -> list[Any]:
         """Return the arguments that a repeated step would have had otherwise.
 
-        Caches and tensors of the loop follow by themselves, and so do numbers that count no tokens but are sizes.
+        Caches and tensors of the loop follow by themselves, and so do numbers that are sizes and do not count tokens.
         """
         of_loop, counters = (self.state.ids, self.state.position, mask), self.runner.counters
         changed = []
         for index, (argument, wanted) in enumerate(zip(arguments, expected, strict=True)):
             if not isinstance(argument, Tensor):
                 follows = index not in counters or argument == wanted
-            elif tensors.is_wrapper(argument) or tensors.is_wrapper(wanted):  # these have no memory of their own
+            elif tensors.is_wrapper(argument) or tensors.is_wrapper(wanted):  # these have no own memory
                 follows = argument is wanted
             else:
                 follows = isinstance(argument, Handle) or index_of_tensor((wanted, *of_loop), argument) is not None

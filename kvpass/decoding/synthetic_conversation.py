@@ -24,7 +24,7 @@ from kvpass.errors import BudgetError, RequestError
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Clock
 
-TOKEN = 1  # of prompts that are fed call by call
+TOKEN = 1  # the token of prompts that are fed call by call
 TURNS = (5, 7)  # tokens in later turns: the graph of a chunk is compiled at the second
 STEPS = 2  # after a turn of a loop
 WITHOUT_BUDGET = (32, 48)  # prompt lengths if nothing is evicted
@@ -50,7 +50,7 @@ class TokenAllowance:
 
         Args:
             budget: as the user gave it; a share of this prompt is all of it for a policy that keeps every token.
-            model: its table of learned positions, if it has one, limits all tokens.
+            model: the length of its table of learned positions, if it has one, limits all tokens.
         """
         tokens = learned_positions(model)
         if not policy.evicts and budget is not None:
@@ -62,7 +62,7 @@ class TokenAllowance:
     def parts(self, length: int, steps: int, turns: Sequence[int], later: int) -> list[tuple[int, int]]:
         """Return the new tokens and the steps of a prompt and of the turns that fit.
 
-        A turn has two tokens at least.
+        A turn has at least two tokens.
 
         Args:
             later: the number of steps after a turn.
@@ -77,7 +77,7 @@ class TokenAllowance:
         return result
 
     def _take(self, new: int, steps: int) -> tuple[int, int]:
-        """Return and take as many of `new` tokens and of the steps after them as fit, one token at least."""
+        """Return how many of `new` tokens, at least one, and of the steps after them fit, and subtract them."""
         new = max(1, int(min(new, self.prompts, self.tokens)))
         steps = int(max(0, min(steps, self.tokens - new)))
         self.prompts, self.tokens = self.prompts - new, self.tokens - new - steps
@@ -85,7 +85,7 @@ class TokenAllowance:
 
 
 class SkippedConversations:
-    """The synthetic conversations that a budget does not hold, which are logged."""
+    """The synthetic conversations that exceed a budget, which are logged."""
 
     def __init__(self) -> None:
         self.errors: list[BudgetError | RequestError] = []
@@ -93,7 +93,7 @@ class SkippedConversations:
 
     @contextlib.contextmanager
     def conversation(self, name: str) -> Iterator[None]:
-        """Return a context in which a conversation of this name runs, as far as the budget holds it."""
+        """Return a context in which a conversation of this name runs, as far as the budget allows."""
         try:
             yield
             self.ran = True
@@ -114,7 +114,7 @@ def prompt_lengths(budget: float | None, policy: Policy, model: Any, chunk: int 
 
     Args:
         chunk: the tokens in a chunk of a prompt; the second prompt then has three chunks, and a rest, which joins the
-            first.  The first prompt has none, so that two lengths show which numbers a prompt's graph is given.
+            first.  The first prompt has none, so that two lengths show which numbers are arguments of a prompt's graph.
     """
     slots = budget if isinstance(budget, int) else None
     short, long = WITHOUT_BUDGET if slots is None else (max(2, slots * 3 // 4), slots + 16)
@@ -123,13 +123,13 @@ def prompt_lengths(budget: float | None, policy: Policy, model: Any, chunk: int 
         long += chunk // 2 if long % chunk == 0 else 0
     allowance = TokenAllowance.of(policy, budget, long, model)
     if isinstance(budget, int | None) and min(allowance.prompts, allowance.tokens) < long + 4 * TURNS[0]:
-        most = max(1, int(allowance.prompts))  # half of it is for what follows the prompts
+        most = max(1, int(allowance.prompts))  # half of it is for the turns and steps after the prompts
         short, long = (max(min(2, most), length) for length in (min(short, most // 4 + 1), min(long, most // 2)))
     return sorted((short, long))
 
 
 def steps_until_compaction(policy: Policy, budget: int, clock: Clock) -> int:
-    """Return the number of steps until the policy compacts; 0 if it does not within as many steps as slots."""
+    """Return the number of steps until the policy compacts; 0 if it does not within one step for each slot."""
     if not clock:
         return 0
     for count in range(1, budget + 2):
@@ -144,11 +144,11 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
 
     Args:
         loop: the loop.
-        rows: the number of rows in prompts; requests have the loop's own.
+        rows: the number of rows in prompts; requests have the loop's `rows`.
         prefixes: whether requests will continue prefixes.
 
     Raises:
-        BudgetError: the budget holds none of the prompts.
+        BudgetError: the budget is too small for every prompt.
     """
     apart = copy.copy(loop)
     apart.stop, apart.generator = loop.stop[:0], loop.sampling.generator(loop.device)
@@ -178,7 +178,7 @@ def _parts(loop: Any, length: int) -> list[tuple[int, int]]:
 
 
 def _request(loop: Any, length: int, steps: int) -> None:
-    """Run two requests, and raise the error with which one failed."""
+    """Run two requests, and raise the error if one failed."""
     loop.reset()
     outputs = loop.generate_batch(list(synthetic_tokens(loop, length, 2)), max_new_tokens=max(1, steps))
     if (cause := failure(outputs)) is not None:
@@ -220,7 +220,7 @@ class SyntheticConversation:
 
     @torch.no_grad()
     def feed(self, *counts: int, chunk: int | None = None) -> None:
-        """Feed so many tokens, one count after the other; each in chunks of `chunk` tokens if that is given."""
+        """Feed these numbers of tokens in turn, each in chunks of `chunk` tokens if `chunk` is given."""
         for count in counts:
             self.seen += count
             outputs = run_chunks(self.model_call, self.tokens(count), self.mask(self.seen), self.cache, chunk)

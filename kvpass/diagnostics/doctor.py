@@ -23,7 +23,7 @@ PROBE = "#include <Python.h>\n#include <omp.h>\n#include <vector>\n"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report on an installation: what was checked, the result, and its consequence."""
+    """One line of the report on an installation: the checked part, the result, and its consequence."""
 
     subject: str
     state: str
@@ -47,7 +47,7 @@ def _version(package: str) -> Finding:
     if versions.outdated_version(package):
         return Finding(package, f"{found} ({tested})", f"install {versions.TESTED[package][0]} or newer", missing=True)
     if versions.untested_version(package):
-        return Finding(package, f"{found} ({tested})", "newer than what was tested")
+        return Finding(package, f"{found} ({tested})", "newer than the tested versions")
     return Finding(package, f"{found} ({tested})")
 
 

@@ -29,7 +29,7 @@ class ExplainReport:
     Attributes:
         graphs: the kind of each of Dynamo's graphs: "prompt", "step" or "no cache".
         sites: every attention call, and every cache update that feeds no attention call.
-        notes: further facts.
+        notes: other facts.
         error: the message of an error of kvpass that the model raised; None if there was none.
         passes: the record of each pass over each step graph.
         programs: a title and a program for every stage of every graph, with `graphs=True`.
@@ -99,7 +99,7 @@ def explain(
         recorder = Recorder(keeps_programs=graphs)
         chosen = dataclasses.replace(requested, strict=False, recorder=recorder)
         error, spent = None, list[Timings]()
-        # A step writes to its cache, and the user's must not change.
+        # A step writes to its cache, and the user's cache must not change.
         args = tuple(_copy_cache(arg) for arg in args)
         kwargs = {name: _copy_cache(arg) for name, arg in kwargs.items()}
         with warnings.catch_warnings(), torch.no_grad(), recorder.stopwatch.time_call(spent):
@@ -134,17 +134,17 @@ class LayerReport:
 
     Attributes:
         policy: the policy with its options.
-        budget: tokens kept between steps, in the row with the most.
+        budget: tokens kept between steps, in the row with the largest budget.
         compacted: tokens kept when a row exceeds the budget; less than the budget under an `interval` above 1.
-        capacity: number of slots, including the slot for the next token; of the heads with the most.
+        capacity: number of slots, including the slot for the next token; of the heads with the most slots.
         seen: tokens seen, padding included.
         positions: int64 [B, Hkv, n], the positions of the cached tokens in the (padded) sequence, sorted, -1
             after the last.
         nbytes: bytes in use, metadata included.
         full_nbytes: bytes that a cache of all tokens would use.
-        notes: further facts.
-        pinned: int64 [B, Hkv, m], the pinned ones of `positions`, sorted, -1 after the last.
-        capacities: for each class of KV heads with budgets of their own, the number of heads and of slots of each; ()
+        notes: other facts.
+        pinned: int64 [B, Hkv, m], the pinned positions, sorted, -1 after the last.
+        capacities: for each class of KV heads with different budgets, the number of heads and of slots of each; ()
             for equal heads.
     """
 
@@ -162,7 +162,7 @@ class LayerReport:
 
     @property
     def slots(self) -> str:
-        """The number of slots, or those of each class of heads: "1x116 1x53 1x29"."""
+        """The number of slots, or the numbers for each class of heads: "1x116 1x53 1x29"."""
         return " ".join(f"{heads}x{slots}" for heads, slots in self.capacities) or str(self.capacity)
 
 

@@ -48,7 +48,7 @@ class Trace:
             prompt and after each step.
         output: [B, Hq, T, Dv].
         keys, values: [B, Hkv, C, D] and [B, Hkv, C, Dv], the final rows in the order of `positions[-1]`,
-            zero after the last; keys as they are stored (before RoPE with `positions="cache"`).
+            zero after the last; keys as stored (before RoPE with `positions="cache"`).
     """
 
     positions: Tensor
@@ -97,7 +97,7 @@ def simulate(
         The cached tokens after each step, the output of the layer, and the final rows.
 
     Raises:
-        PolicyError: see `kvpass.backend`, or a setting together with a backend, which has its own.
+        PolicyError: see `kvpass.backend`, or a setting in addition to a backend, which has its own settings.
         BudgetError: see `kvpass.backend`, or a budget below all tokens for a policy that keeps every token.
         KVPassError: shapes that do not fit together.
     """
@@ -123,7 +123,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, prompt: int, theta: float | N
     if q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
         raise KVPassError(f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads")
     if not 1 <= prompt <= q.shape[2]:
-        raise KVPassError(f"prompt={prompt} must lie between 1 and the number of tokens, {q.shape[2]}")
+        raise KVPassError(f"prompt={prompt} must be between 1 and the number of tokens, {q.shape[2]}")
 
 
 def rotary(x: Tensor, position: Tensor, theta: float) -> Tensor:
@@ -160,7 +160,7 @@ class _Layer:
         budget, tokens = self.backend.budget, self.k.shape[2]
         kept = tokens if budget is None else slots_for(self.policy, budget, self.prompt)
         if not self.policy.evicts and kept < tokens:
-            raise BudgetError(f"budget={budget}: {self.policy.name!r} cannot hold {tokens} tokens")
+            raise BudgetError(f"budget={budget}: {self.policy.name!r} cannot keep {tokens} tokens")
         return kept
 
     def layout(self, plan: Plan) -> Layout:

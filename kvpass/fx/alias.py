@@ -37,7 +37,7 @@ class AliasSets:
                 self._writers.setdefault(owner, []).append(node)
 
     def _unite(self, one: fx.Node, other: fx.Node) -> None:
-        """Make two groups one, which an input of the graph stands for if there is one."""
+        """Join two groups; an input of the graph stands for the group if it has one."""
         if one is not other:
             inputs = [node for node in (other, one) if node.op in ("placeholder", "get_attr")]
             owner = inputs[0] if inputs else other
@@ -82,7 +82,7 @@ def ancestors_with_writes(
         stop: nodes at which the walk ends; they are not returned.
         reader: the node that reads the results; later writes do not matter.  The last of the results by default.
         through: for some nodes, the one operand that the walk follows.
-        alias_sets: of the graph, if the caller has them.
+        alias_sets: the graph's, if the caller has them.
     """
     alias_sets = alias_sets or AliasSets(results[0].graph)
     last = reader or max(results)
@@ -103,8 +103,8 @@ def writes(node: fx.Node) -> bool:
 def written_operands(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node of Dynamo's graph writes to in place.
 
-    The schema of an operator names them.  A function writes to its first argument, or to those in the first list, if
-    its name ends with an underscore or it is called with `inplace=True`, and to those passed as `out`.
+    The schema of an operator names them.  A function writes to its first argument, or to those in its first list, if
+    its name ends with an underscore or it is called with `inplace=True`, and to arguments passed as `out`.
     """
     if node.op not in ("call_function", "call_method"):
         return []
@@ -146,7 +146,7 @@ def writers_to(nodes: set[fx.Node]) -> list[fx.Node]:
 def overwriting_node(nodes: set[fx.Node], alias_sets: AliasSets, since: fx.Node | None = None) -> fx.Node | None:
     """Return the first node outside `nodes` that writes to their memory, after `since` if that is given, or None.
 
-    Such a write means that `nodes` alone do not determine what is computed.
+    Such a write means that `nodes` alone do not determine the computed values.
     """
     others = {writer for node in nodes for writer in alias_sets.writers(node)} - nodes
     return min((writer for writer in others if since is None or since < writer), default=None)
@@ -192,7 +192,7 @@ class _MappedRegions:
         self._any = False
 
     def markers(self, node: fx.Node, needed: bool) -> list[fx.Node]:
-        """Return the region markers that a node shows to be needed.
+        """Return the region markers that are needed because of a node.
 
         Callers pass all nodes of a graph in reverse order.
         """
@@ -215,7 +215,7 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
 
     An operator states aliases in its schema; for other calls the fake tensors that Dynamo recorded share storage.  For
     nodes that kvpass inserted, the recorded value may be any tensor of the right shape, so the names of view methods
-    count as well.
+    count too.
     """
     if fx_nodes.is_operator(node):
         return parent in fx_nodes.aliased_arguments(node)

@@ -1,6 +1,6 @@
 """Define the table of operators and their properties.
 
-`tagged` returns the operators with a property, such as all views.  A fact about operators has no other place; a list in
+`tagged` returns the operators with a property, such as all views.  All facts about operators are here; a list in
 another module is a decision of that module.  `kvpass.fx.propagation` follows axes through the operators.
 
 A node counts as a call of an operator only if its target is torch's own function, or tensor method, of that name.
@@ -214,12 +214,12 @@ def _is_int(argument: object, number: int) -> bool:
 
 
 def signature(name: str) -> tuple[str, ...]:
-    """Return the names of an operator's positional arguments, as far as the table knows them."""
+    """Return the names of an operator's positional arguments, if the table has them."""
     return _SIGNATURES.get(name, ())
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a node by name: of a library's operator with defaults, of others that the table names."""
+    """Return the arguments of a node by name: for a library's operator with defaults, else if the table names them."""
     names, defaults = signature(operator_name(node)), dict[str, Any]()
     if fx_nodes.is_operator(node):
         names, defaults = fx_nodes.schema(node)
@@ -235,7 +235,7 @@ _FILLS = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1,
 def constant(argument: Any, gm: fx.GraphModule | None = None) -> float | None:
     """Return the number that an argument is or that fills a tensor, as its dtype stores it, or None.
 
-    `gm` holds literal tensors, whose numbers are unknown without it.
+    `gm` has the literal tensors, whose numbers are unknown without it.
     """
     if isinstance(argument, (bool, int, float)):
         return float(argument)
@@ -261,7 +261,7 @@ def constant(argument: Any, gm: fx.GraphModule | None = None) -> float | None:
 
 
 def holds_indices(dtype: torch.dtype) -> bool:
-    """Return whether a dtype holds every position exactly and can index, unlike int8 and bfloat16."""
+    """Return whether a dtype represents every position exactly and can index, unlike int8 and bfloat16."""
     return dtype in (torch.int32, torch.int64)
 
 
@@ -306,7 +306,7 @@ def equation(node: fx.Node) -> tuple[list[fx.Node], list[str], str]:
     """Return an einsum's tensors, the letters of each and of its result; all empty if the result is not stated."""
     text, *operands = node.args if operator_name(node) == "einsum" else [""]
     left, arrow, result = str(text).replace(" ", "").partition("->")
-    tensors = leaves(operands)  # they may come in a list
+    tensors = leaves(operands)  # they may be in a list
     stated = arrow and "." not in left and all(map(is_tensor, tensors))
     return (tensors, left.split(","), result) if stated else ([], [], "")
 
@@ -326,7 +326,7 @@ def uses_only_as_size(node: fx.Node, size: fx.Node) -> bool:
 
 
 _TAKE_SIZES = tagged("reshapes", "expands", "creates") - tagged("pointwise") | {"repeat", "split"}
-"""The operators all of whose numbers are sizes or dimensions."""
+"""The operators whose numbers are all sizes or dimensions."""
 
 
 def keeps_whole_dimension(part: Any) -> bool:

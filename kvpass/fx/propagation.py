@@ -39,7 +39,7 @@ _LIKE = frozenset({"expand_as", "view_as"})  # the second operand gives only its
 def propagate_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     """Return the result's dimension whose slice k is computed from slice k of the operand's `dim`, or None.
 
-    The answer holds for this operand alone: a caller asks about each operand that has the axis.
+    The answer is for this operand alone: a caller asks about each operand that has the axis.
     """
     if not isinstance(example_value(operand), (torch.Tensor, tuple, list)) or example_value(node) is None:
         return None
@@ -83,7 +83,7 @@ def _depends_on_content(node: fx.Node) -> bool:
 
 
 def _propagate_by_running(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
-    """Run the operation on coordinates along `dim`, and return the dimension of the result along which they lie."""
+    """Run the operation on coordinates along `dim`, and return the dimension of the result along which they change."""
     if isinstance(example_value(operand), (tuple, list)):  # an item of a split tensor
         return dim if operator_name(node) == "getitem" and isinstance(node.args[1], int) else None
     small = SmallSizes([node])
@@ -103,13 +103,13 @@ def _propagate_by_running(node: fx.Node, operand: fx.Node, dim: int) -> int | No
 
 
 def _dim_of_coordinates(made: Any, known: Any, count: int, size: Any) -> int | None:
-    """Return the dimension along which coordinates lie, if its size is `size` for all values of the symbols."""
+    """Return the dimension along which coordinates change, if its size is `size` for all values of the symbols."""
     index = counted_dim(made, count)
     return None if index is None or expr(known.shape[index]) != expr(size) else index
 
 
 def swaps_last_two(node: fx.Node) -> bool:
-    """Return whether a node transposes its operand's last two dimensions, by whatever operator."""
+    """Return whether a node transposes its operand's last two dimensions, by any operator."""
     if not has_tag(node, "moves") or _depends_on_content(node):
         return False
     small, source = SmallSizes([node]), operand_of(node)
@@ -169,7 +169,7 @@ def _without_features(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 def _outside_product(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     """Return the result's dimension for the rows of the first factor or the columns of the second.
 
-    The dimension that is summed over has none.
+    The summed dimension has none.
     """
     first, second = node.args[:2]
     ndim, width = example_value(node).ndim, example_value(operand).ndim
@@ -201,7 +201,7 @@ def _in_equation(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 
 
 class SmallSizes:
-    """The sizes of some nodes with small numbers in place of symbols, on which their operations run.
+    """The sizes of some nodes with small numbers instead of symbols, on which their operations run.
 
     Different sizes have different numbers: where two dimensions had one number, an operation that takes one of them for
     the other would go unnoticed.
@@ -220,7 +220,7 @@ class SmallSizes:
         return tuple(number(size, self._known) for size in example_value(node).shape)
 
     def run(self, node: fx.Node, operands: dict[fx.Node, Any]) -> Any:
-        """Run a node's operation on tensors of such sizes."""
+        """Run a node's operation on tensors of these sizes."""
 
         def replace(argument: fx.Node) -> Any:
             if argument in operands:
@@ -229,7 +229,7 @@ class SmallSizes:
                 return number(argument, self._known)
             if operator_name(node) in _LIKE:
                 return torch.empty(()).expand(self.shape(argument))
-            raise TypeError(f"{argument} is no size")
+            raise TypeError(f"{argument} is not a size")
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), replace)
         with tensors.real_tensors():
@@ -240,11 +240,11 @@ class SmallSizes:
 
 @functools.lru_cache(maxsize=1024)
 def _draw_numbers(sizes: frozenset[sympy.Expr]) -> dict[sympy.Symbol, int]:
-    """Return a number for each symbol, such that all sizes differ and are positive where that is possible."""
+    """Return a number for each symbol, such that all sizes differ and are positive if possible."""
     symbols, known = sorted(set().union(*(size.free_symbols for size in sizes)), key=str), dict[sympy.Symbol, int]()
     for symbol in symbols:
         decided = [size for size in sizes.union(symbols) if size.free_symbols <= {*known, symbol}]
-        atoms = [size for size in decided if size.is_Atom]  # other sizes may be equal whatever the numbers are
+        atoms = [size for size in decided if size.is_Atom]  # other sizes may be equal for any numbers
         candidates = [{**known, symbol: count} for count in range(3, 2 * len(decided) + 9)]
         known = next(each for some in (decided, atoms) for each in candidates if _differ(some, each))
     return known
@@ -300,7 +300,7 @@ def index_axis(node: fx.Node, index: fx.Node, dim: int) -> int | None:
 
 
 def _among_subscripts(node: fx.Node, index: fx.Node, dim: int) -> int | None:
-    """Return that dimension for x[..., index, ...].
+    """Return `index_axis` for x[..., index, ...].
 
     Index tensors are broadcast together.  Their dimensions replace the first one if the indices are adjacent, and come
     first otherwise.

@@ -34,14 +34,14 @@ def number(size: Any, known: Mapping[Any, int]) -> int:
 
 
 def text(size: Any, renamed: Mapping[Any, Any]) -> str:
-    """Return a size as text, with other symbols in place of some."""
+    """Return a size as text, with other symbols instead of some."""
     return str(expr(size).xreplace(renamed))
 
 
 def token_dim(shape: Sequence[Any], query_len: Any) -> int:
-    """Return the dimension of positions that counts new tokens: the last one of size q, else the last one.
+    """Return the dimension of positions that counts new tokens: the last dimension of size q, else the last dimension.
 
-    The first of several dimensions counts rows, whose number may equal that of the new tokens.
+    The first of several dimensions counts rows, whose number may equal the number of new tokens.
     """
     found = [d for d, size in enumerate(shape) if expr(size) == expr(query_len) and (d or len(shape) == 1)]
     return found[-1] if found else len(shape) - 1
@@ -69,7 +69,7 @@ def measure_symbols(graph: fx.Graph, arguments: Sequence[Any]) -> dict[Any, int]
 def fix_floats(graph: fx.Graph) -> None:
     """Replace symbolic floats by their values; Dynamo recompiles for other values.
 
-    Dynamo makes an attribute such as an attention scale symbolic once it has met two models with different values.
+    Dynamo makes an attribute such as an attention scale symbolic after it has seen two models with different values.
     """
     for node in graph.nodes:
         if isinstance(example_value(node), torch.SymFloat):
@@ -77,7 +77,7 @@ def fix_floats(graph: fx.Graph) -> None:
 
 
 def replace_by(node: fx.Node, argument: Any) -> None:
-    """Replace a size or number, wherever it is read, by a number or by another node."""
+    """Replace a size or number in all its readers by a number or by another node."""
     for user in [user for user in node.users if argument is not node]:
         user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda each: argument if each is node else each)
 

@@ -33,15 +33,15 @@ class Subgraph:
 
     Attributes:
         module: the operations.
-        bound: further nodes of the original graph that the subgraph reads.
-        key: equal for subgraphs that compute the same, whatever the names of their nodes.
+        bound: other nodes of the original graph that the subgraph reads.
+        key: equal for subgraphs that compute the same, with any names of nodes.
     """
 
     module: fx.GraphModule
     bound: tuple[fx.Node, ...]
 
     def run(self, *arguments: Any) -> Any:
-        """Compute the result.  Unlike a call of the module, this prints nothing where it raises an error."""
+        """Compute the result.  Unlike a call of the module, this prints nothing if it raises an error."""
         return fx_nodes.code_of(self.module)(*arguments)
 
     @property
@@ -154,7 +154,7 @@ def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
 
 
 def emit_before(node: fx.Node, target: Any, *args: Any, like: fx.Node | None = None) -> fx.Node:
-    """Add a call before a node, with the source line and module of that node, or of another one."""
+    """Add a call before a node, with the source line and module of that node, or of another node."""
     with node.graph.inserting_before(node):
         emitted = emit(node.graph, target, *args)
     emitted.meta = {**(like or node).meta, **emitted.meta}

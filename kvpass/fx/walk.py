@@ -37,7 +37,7 @@ def is_tensor(node: object) -> TypeGuard[fx.Node]:
 
 
 def is_inexact(tensor: Tensor) -> bool:
-    """Return whether a tensor holds floating-point or complex numbers."""
+    """Return whether a tensor has floating-point or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -62,7 +62,7 @@ def reach(
     """Yield nodes, and all nodes that are reached from them, each once.
 
     Args:
-        following: returns the nodes to which the walk goes on from a node, such as its operands or its users.
+        following: returns the nodes to which the walk continues from a node, such as its operands or its users.
         stop: nodes at which the walk ends, and that are not yielded.
     """
     seen, todo = set(stop), list(nodes)
@@ -81,7 +81,7 @@ def ancestors(
 
     Args:
         stop: nodes at which the walk ends, and that are left out.
-        until: tells of a node whether the walk ends there, with the node included.
+        until: returns whether the walk ends at a node, which is included.
     """
     operands: Callable[[fx.Node], list[fx.Node]] = operator.attrgetter("all_input_nodes")
     return set(reach([node], operands if until is None else lambda each: [] if until(each) else operands(each), stop))
@@ -116,7 +116,7 @@ def target_name(node: fx.Node) -> str:
 
 
 def arguments_text(node: fx.Node, name_of_parent: Callable[[fx.Node], Any]) -> str:
-    """Return the arguments of a node as text, with names in place of nodes; 1, 1.0 and True differ."""
+    """Return the arguments of a node as text, with names instead of nodes; 1, 1.0 and True differ."""
     return repr(map_arg((node.args, node.kwargs), name_of_parent))
 
 
@@ -141,7 +141,7 @@ def converting_errors(calls: Iterable[fx.Node]) -> Iterator[None]:
     """Turn unexpected errors while a graph is read and rewritten into refusals.
 
     Args:
-        calls: the graph's attention calls; the message names the source line of the first.
+        calls: the graph's attention calls; the message names the source line of the first call.
 
     Raises:
         UnreadableGraph: any error that is not a KVPassError was raised inside.
@@ -154,7 +154,7 @@ def converting_errors(calls: Iterable[fx.Node]) -> Iterator[None]:
         line = next((source_line(node) for node in calls), "a graph without attention")
         raise UnreadableGraph(
             f"{line}: reading the graph failed with {type(error).__name__}: {error}. The model is spelled in a way "
-            "that kvpass does not know; run it uncompiled, or report what is at that line"
+            "that kvpass does not know; run it uncompiled, or report that line of code"
         ) from error
 
 

@@ -132,7 +132,7 @@ def attend(
         bias: added to the logits; broadcastable to the same shape.
         rotate: applied to the keys at read, pointwise in the slots.
         cap: bounds the logits before bias and mask, as cap * tanh(logits / cap).
-        sink_logit: further logits [B or 1, Hkv, G, q or 1, 1] in the softmax, without values.
+        sink_logit: more logits [B or 1, Hkv, G, q or 1, 1] in the softmax, without values.
         with_logits: return probabilities and logits too.
         rope: the same embedding as `rotate`, for the kernels.
         unknown_queries: the queries whose output is unknown.
@@ -144,7 +144,7 @@ def attend(
     if key.format.transforms or query.shape[-1] * query.element_size() > WIDEST_ROTATED:
         rope = None
     if by_kernel(query) and (rotate is None or rope is not None):
-        from kvpass.lowering.attend_kernel import attend_by_kernel  # needs triton, which not every machine has
+        from kvpass.lowering.attend_kernel import attend_by_kernel  # needs triton, which some machines lack
 
         query = key.format.transform_query(query).to(query.dtype)
         options: dict[str, Any] = dict(

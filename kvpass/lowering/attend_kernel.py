@@ -236,7 +236,7 @@ def split(
     # Operands in registers are loaded one iteration ahead: the product would otherwise wait for them after K.
     c = part * PART + tl.arange(0, BLOCK)
     of_head = which.to(tl.int64) * C
-    # Not so masks and biases with a value per row, which would take too many registers.
+    # Masks and biases with a value per row are not: they would take too many registers.
     MASK_AHEAD: tl.constexpr = mask_group == 0 and mask_query == 0
     BIAS_AHEAD: tl.constexpr = HAS_BIAS and bias_group == 0 and bias_query == 0
     if MASK_AHEAD:
@@ -427,7 +427,7 @@ def _in_halves(bits: int, dim: int, rotary: int, interleaved: bool) -> bool:
 def _block(width: int, itemsize: int, rows: int, costly: bool) -> int:
     """Return how many slots a program loads at a time.
 
-    Many rows need the registers for themselves and get fewer slots.  So do `costly` rows: decoded from four bits,
+    Many rows need the registers, so programs load fewer slots.  So do `costly` rows: decoded from four bits,
     decoded and rotated, or rotated with partners that are loaded separately.
     """
     most = 128 if rows <= 16 else 32 if rows * width <= 8192 else 16
@@ -438,7 +438,7 @@ def _launch_options(rows: int, bits: int, rotary: int, halved: bool) -> dict[str
     """Return the number of warps and of pipeline stages.
 
     Many rows and rotated keys need the registers of more warps.  Eight-bit codes take about as long to convert as to
-    load, so a further stage overlaps the two.
+    load, so another stage overlaps the two.
     """
     wide = rows > 16 or (rotary > 0 and not (bits > 0 and halved))
     return {"num_warps": 8 if wide else 4, "num_stages": 3 if bits == 8 and not (wide or rotary) else 2}
@@ -555,7 +555,7 @@ def attend_by_kernel(
     rope: Rope | None = None,
     unknown_queries: UnknownQueries | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return what `attend` returns, by the kernels and by plain torch around them, which the compiler fuses."""
+    """Return the results of `attend`, by the kernels and by plain torch around them, which the compiler fuses."""
     keys, values = _as_dense(key.codes), _as_dense(value.codes)
     mask, bias = _expand_mask(mask, key.shape[2]), None if bias is None else _expand_mask(bias, key.shape[2])
     rotary = (None, None, None, 0, False) if rope is None else _as_arguments(rope)

@@ -37,7 +37,7 @@ class AttentionInputs:
 
     Attributes:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; the queries are the last q of the S tokens.
-        mask: bool or additive [B or 1, Hq, Hkv or 1, q or 1, S], or None; with Hkv on a CPU alone.
+        mask: bool or additive [B or 1, Hq, Hkv or 1, q or 1, S], or None; with Hkv only on a CPU.
         causal: a query does not see later keys.
         scale, cap: see `kvpass.capture.canonical.attention`.
         sink_logit: [B or 1, Hq, q or 1, 1], or None.
@@ -55,7 +55,7 @@ class AttentionInputs:
         """Split into pieces of few rows and KV heads, with about as many matrices as threads.
 
         All rows and heads at once would leave only a few queries of each in a block.  On a CPU the pieces are float32:
-        a product in float32 takes less time than converting the result of one in half precision.
+        a product in float32 takes less time than converting the result of a product in half precision.
 
         Args:
             whole_rows: take all heads of one row at a time.
@@ -120,8 +120,8 @@ class AttentionInputs:
         groups, count = self.query.shape[1] // heads, self.query.shape[2]
         grouped = self.query.reshape(batch * heads, groups * count, dim)
         out, transposed = workspace.shaped(batch * heads, groups * count, keys), self.key.flatten(0, 1).transpose(1, 2)
-        # baddbmm applies the scale without a further pass over the logits
-        with torch.autocast(out.device.type, enabled=False):  # autocast would give another dtype than that of `out`
+        # baddbmm applies the scale without another pass over the logits
+        with torch.autocast(out.device.type, enabled=False):  # autocast would give another dtype than `out` has
             torch.baddbmm(out[:, :1, :1], grouped, transposed, beta=0, alpha=self.scale, out=out)
         logits = upcast(out).view(batch, heads, groups, count, keys)
         if self.cap is not None:

@@ -32,9 +32,9 @@ OLDER = ("older", "older_peak")
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsArguments:
-    """The arguments of `attention_statistics` that are no tensors; operators take no objects, so they become text.
+    """The arguments of `attention_statistics` that are not tensors, as text, because operators take no objects.
 
-    Without a scan they depend on the statistics alone, so policies that read the same ones share a prompt graph.
+    Without a scan they depend on the statistics alone, so policies that read the same statistics share a prompt graph.
 
     Attributes:
         names: the statistics, fields of `kvpass.policies.types.Attention`, in the order of the results.
@@ -42,9 +42,9 @@ class StatisticsArguments:
         scale, cap: see `kvpass.capture.canonical.attention`.
         heads: Hc, the heads of the cache.
         window: how many of the last real queries the statistics `window` and `older` average over.
-        scan: the policy whose scan it is, see `kvpass.policies.to_json`; None without a scan.
-        budget: of a scan, a number of slots or a share of each row's prompt.
-        sharding: of a scan, the sharding of the layer's heads as text.
+        scan: the policy that scans, see `kvpass.policies.to_json`; None without a scan.
+        budget: for a scan, a number of slots or a share of each row's prompt.
+        sharding: for a scan, the sharding of the layer's heads as text.
     """
 
     names: tuple[str, ...]
@@ -68,7 +68,7 @@ class StatisticsArguments:
         return StatisticsArguments(**{**fields, "names": tuple(fields["names"])})
 
     def for_policy(self, policy: Policy, budget: Budget | None, sharding: HeadSharding | None) -> StatisticsArguments:
-        """Return the arguments with the window or the scan of a policy, whose statistics they name.
+        """Return the arguments for a policy's statistics, with its window or its scan.
 
         Args:
             budget: a number of slots or a share; None if each row has its own.
@@ -103,12 +103,12 @@ def attention_statistics(
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; the queries are the last q of the S tokens.
-        value: [B, Hkv, S, D] on a CPU, or None. All three have one dtype, a causal q must be S, and there is no cap and
+        value: [B, Hkv, S, D] on a CPU, or None. Then all three have one dtype, q is S if causal, there is no cap and
             no sink.
-        mask: bool or additive [B or 1, Hq, Hkv or 1, q, S or 1], or None; with Hkv on a CPU alone.
-        sink_logit: a further logit of each row, [B or 1, Hq, q or 1, 1], or None.
+        mask: bool or additive [B or 1, Hq, Hkv or 1, q, S or 1], or None; with Hkv only on a CPU.
+        sink_logit: one more logit of each row, [B or 1, Hq, q or 1, 1], or None.
         valid: bool [B, q], false for padding queries, which no statistic counts.
-        row_budgets: of a scan, int64 [B, H', 1], the slots of each row, in place of the budget in `request`.
+        row_budgets: for a scan, int64 [B, H', 1], the slots of each row, instead of the budget in `request`.
         request: the text of a `StatisticsArguments`.
 
     Returns:
@@ -169,7 +169,7 @@ def _attended(
     Probabilities are computed when they are read; see `kvpass.lowering.attention_sums.probabilities`.
 
     Args:
-        means: whether the mean of all heads will do.  The output is then complete when all means have been read.
+        means: whether the mean of all heads is enough.  The output is then complete when all means have been read.
     """
     if value is None:
         return None, attention_sums.column_sums(attention, valid, powers), attention_sums.probabilities(attention)
@@ -183,10 +183,10 @@ def _attended(
 def _statistics(
     attention: AttentionInputs, arguments: StatisticsArguments, valid: Tensor, sums: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Return the statistics that the arguments name, but for a scan.
+    """Return the statistics that the arguments name, except a scan.
 
     Args:
-        sums: those of `SUMS` that they name, [B, Hkv, G, S].
+        sums: the `SUMS` that they name, [B, Hkv, G, S].
     """
     results = dict(zip(SUMS, sums, strict=False))  # fewer without the squares
     if not {*LAST_QUERY_STATISTICS}.isdisjoint(arguments.names):
@@ -227,7 +227,7 @@ def _scanned(
         by_head = (block if policy.scans_means else regrouped(block, arguments.heads) for block in blocks)
         in_float32 = (block.float() for block in by_head)
         results.append(policy.scan(in_float32, valid[row : row + 1], cached_columns, slots[row], sharding))
-        collections.deque(in_float32, maxlen=0)  # what is not read is not computed, the output included
+        collections.deque(in_float32, maxlen=0)  # blocks that are not read are not computed, the output included
     return torch.cat(results)
 
 
@@ -244,8 +244,8 @@ def statistics_of(policy: Policy) -> tuple[Statistic, ...]:
 def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Return whether the operator is to compute attention of these tensors as well, which may be fake.
 
-    Statistics of all queries use the log-sum-exp that it returns. For other policies it pays off where attention of
-    that many queries is faster than the library's.
+    Statistics of all queries use the log-sum-exp that it returns. For other policies it pays if attention of
+    this number of queries is faster than the library's.
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
@@ -262,7 +262,7 @@ def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor, m
 class StatisticsOperands(AttentionInputs):
     """The attention of a prompt or chunk whose statistics a policy reads.
 
-    Keys are those that are attended to, [B, Ha, N, D].
+    Keys are the attended keys, [B, Ha, N, D].
 
     Attributes:
         heads: see `StatisticsArguments`.
@@ -282,7 +282,7 @@ class StatisticsOperands(AttentionInputs):
         )
 
     def attention(self, policy: Policy, valid: Tensor, budget: Budget | Tensor) -> Attention:
-        """Compute the statistics of the queries' attention; the arguments are those of `statistics`."""
+        """Compute the statistics of the queries' attention; for the arguments see `statistics`."""
         if not policy.statistics:
             return Attention()
         results = statistics(policy, self, valid, budget)
@@ -296,11 +296,11 @@ def statistics(
 
     Args:
         valid: bool [B, q], false for padding.
-        budget: as users write it, or the slots of each row, int64 [B, H', 1].
+        budget: the user's budget, or the slots of each row, int64 [B, H', 1].
         value: [B, Ha, N, Dv] to compute attention as well, where `fuses_attention` allows it.
 
     Returns:
-        The output [B, Hq, q, Dv] of attention if there are values, then those of `statistics_of`.
+        The output [B, Hq, q, Dv] of attention if there are values, then the statistics of `statistics_of`.
     """
     by_row = budget if isinstance(budget, Tensor) and "scan" in policy.statistics else None
     arguments = StatisticsArguments(

@@ -41,7 +41,7 @@ def column_sums(
     """Sum probabilities to the power of 1, ..., `powers` over queries with weights [B, q]: float32 [B, Hkv, G, S].
 
     Args:
-        log_sum_exp: that of each query's logits, [B, Hq, q], if it is known.
+        log_sum_exp: the log-sum-exp of each query's logits, [B, Hq, q], if it is known.
     """
     if not powers:
         return []
@@ -49,7 +49,7 @@ def column_sums(
         return attention_tiles.TiledAttention.of(attention, log_sum_exp).with_totals().column_sums(weight, powers)
     if not uses_kernel(attention):
         return attention_blocks.column_sums(attention, weight, powers)
-    from kvpass.lowering import column_kernel  # needs triton, which not every machine has
+    from kvpass.lowering import column_kernel  # needs triton, which some machines lack
 
     return column_kernel.column_sums(attention, weight, powers)
 
@@ -57,10 +57,10 @@ def column_sums(
 def probabilities(attention: AttentionInputs, log_sum_exp: Tensor | None = None) -> Iterator[Iterator[Tensor]]:
     """Yield for each row of the batch the probabilities of consecutive queries, [1, Hkv, G, n, s].
 
-    They are of the first s keys: all keys, or those up to the last query if causal.
+    They are of the first s keys: all keys, or if causal the keys up to the last query.
 
     Args:
-        log_sum_exp: that of each query's logits, [B, Hq, q], if it is known.
+        log_sum_exp: the log-sum-exp of each query's logits, [B, Hq, q], if it is known.
     """
     if not uses_tiles(attention):
         for _, piece in attention.pieces(whole_rows=True):
@@ -78,7 +78,7 @@ def _by_span(
     Args:
         probs_of: called with the row of the batch, the queries, and the number of keys that they see.
         heads: how many heads it returns for each query.
-        least: the fewest blocks of queries in a call.  It may not depend on the process: others that share the heads
+        least: the fewest blocks of queries in a call.  It must not depend on the process: others that share the heads
             reduce the same queries.
     """
     batch, _, count, _ = attention.query.shape
@@ -92,11 +92,11 @@ def _by_span(
 def attend(
     attention: AttentionInputs, value: Tensor, weight: Tensor, powers: int
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Compute attention without a cap and a sink on a CPU, and what `column_sums` returns.
+    """Compute attention without a cap and a sink on a CPU, and the result of `column_sums`.
 
     Args:
-        value: [B, Hkv, S, D], with as many numbers as a key and in its dtype.
-        weight, powers: as of `column_sums`.
+        value: [B, Hkv, S, D], with the dimension and the dtype of a key.
+        weight, powers: see `column_sums`.
 
     Returns:
         As `kvpass.torch_private.operators.attend_with_lse`, and the sums.
@@ -109,7 +109,7 @@ def attend(
 
 
 def attend_with_means(attention: AttentionInputs, value: Tensor) -> tuple[Tensor, Iterator[Iterator[Tensor]]]:
-    """Compute attention that `attends_in_tiles`, and what `probabilities` yields as means over all heads.
+    """Compute attention that `attends_in_tiles`, and the means over all heads of the blocks of `probabilities`.
 
     Returns:
         The output, which is complete when all means have been read, and the means, [1, 1, 1, n, s].
@@ -174,7 +174,7 @@ def votes_for_older(attention: AttentionInputs, valid: Tensor, window: int, head
     """Return the mean softmax of the last `window` real queries over the keys before the first of these queries.
 
     Args:
-        heads: take the highest logit of the query heads of each of so many heads first; None for a row of each head.
+        heads: the number of heads, each with the highest logit of its query heads; None for a row of each query head.
 
     Returns:
         [B, Hkv, G, S], or [B, heads, 1, S]; zero for a row without such keys.

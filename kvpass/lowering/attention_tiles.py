@@ -26,15 +26,15 @@ from kvpass.torch_private import generated_code, inductor, tensors
 
 QUERIES, KEYS = 64, 128  # of a tile, whose logits take 32 KB
 FEWEST_QUERIES = QUERIES // 2
-"""The fewest queries whose attention is computed here: a tile of fewer ones is mostly padding."""
+"""The fewest queries whose attention is computed here: a tile of fewer queries is mostly padding."""
 FEWEST_MASKED = 1024
 """The fewest queries for which skipping what a shared mask hides makes tiles faster than the library with AMX."""
 TASKS_WITH_SUMS = 128
-"""About how many tasks attention has that adds up columns too; each holds as many sums as there are keys."""
+"""The approximate number of tasks of attention with column sums; each has one sum for each key."""
 MESSAGE = 1024  # bytes of an error's text
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
 NATIVE = (torch.bfloat16, torch.float32)
-FLOAT32_ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are
+FLOAT32_ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # for any defaults of torch
 
 log = logging.getLogger("kvpass.attention")
 
@@ -94,7 +94,7 @@ class TiledAttention:
 
     Attributes:
         operands: the operands and the totals of each query, as addresses.
-        dtype: of the products.
+        dtype: the dtype of the products.
         mask: dtype of the mask, or None.
         tensors: the tensors at the addresses.
         shape: B, Hkv, G, q, S.
@@ -113,8 +113,8 @@ class TiledAttention:
         """Describe the attention of queries to keys in a dtype with products here; nothing is computed yet.
 
         Args:
-            log_sum_exp: [B, Hq, q], that of the queries' logits with the sink's, or None.
-            dtype: of the products; None for that of `dtype_of_products`.
+            log_sum_exp: [B, Hq, q], of the queries' logits and the sink's, or None.
+            dtype: the dtype of the products; None for `dtype_of_products`.
         """
         query, key, mask, sink_logit = attention.query, attention.key, attention.mask, attention.sink_logit
         dtype = dtype or dtype_of_products(query.dtype, query.shape[3])
@@ -151,13 +151,13 @@ class TiledAttention:
     def attend(
         self, value: Tensor, weight: Tensor | None = None, powers: int = 0
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Compute attention by an online softmax, and what `column_sums` returns.
+        """Compute attention by an online softmax, and the result of `column_sums`.
 
         Here sums take a tenth of attention's time.  Probabilities are added as they are multiplied, in bfloat16 where
         products are in bfloat16.
 
         Args:
-            value: [B, Hkv, S, D], with as many numbers as a key.
+            value: [B, Hkv, S, D], with the dimension of a key.
             weight: [B, q], the weight of each query in the sums; None without powers.
 
         Returns:
@@ -176,7 +176,7 @@ class TiledAttention:
         """Return the output of `attend`, and a function that computes it for some queries.
 
         Args:
-            value: [B, Hkv, S, D], with as many numbers as a key.
+            value: [B, Hkv, S, D], with the dimension of a key.
 
         Returns:
             The output in the dtype of `value`, and a function (row of the batch, queries, keys) that fills it for
@@ -203,7 +203,7 @@ class TiledAttention:
         return output, means
 
     def _attended(self, value: Tensor, weight: Tensor | None = None, powers: int = 0) -> TiledResults:
-        """Lay out keys and values, and return memory for results; the arguments are those of `attend`."""
+        """Lay out keys and values, and return memory for results; for the arguments see `attend`."""
         (batch, heads, groups, count, keys), dim = self.shape, value.shape[3]
         values = _with_dense_last_dim(value.to(self.dtype))
         packed = _memory_for_blocks(values)
@@ -211,7 +211,7 @@ class TiledAttention:
         log_sum_exp = values.new_empty(batch, heads * groups, count, dtype=torch.float32)
         weight = weight.float().contiguous() if weight is not None and powers else None
         parts = -(-count // QUERIES)
-        if powers:  # each part has sums of its own, so that results do not depend on the number of threads
+        if powers:  # each part has separate sums, so that results do not depend on the number of threads
             parts = min(parts, -(-TASKS_WITH_SUMS // max(1, batch * heads * groups)))
         shape = powers, batch, heads, groups, parts, -(-keys // KEYS) * KEYS
         sums = [*log_sum_exp.new_zeros(shape)]
@@ -250,7 +250,7 @@ class TiledAttention:
     def _run(self, name: str, *arguments: int | None) -> None:
         message = ctypes.create_string_buffer(MESSAGE)
         function = getattr(_library(self.dtype, self.mask), name)
-        more = [ctypes.c_void_p(x) for x in arguments]  # a word each, as all of them are in the source
+        more = [ctypes.c_void_p(x) for x in arguments]  # a word each, as in the source
         if function(ctypes.byref(self.operands), message, ctypes.c_int64(MESSAGE), *more):
             raise RuntimeError(f"attention in C++ failed: {message.value.decode(errors='replace')}")
 
@@ -268,7 +268,7 @@ def _runs(dtype: torch.dtype) -> bool:
     try:
         with tensors.real_tensors():  # a graph may be traced meanwhile
             right, why = _is_right(dtype), "the results are wrong"
-    except (RuntimeError, OSError) as error:  # no compiler, another signature of the library's function, or processor
+    except (RuntimeError, OSError) as error:  # no compiler, or another signature or processor
         right, why = False, str(error)
     if not right:
         log.info("no attention in C++ with products in %s: %s", dtype, why)
@@ -316,7 +316,7 @@ def start_builds(dtype: torch.dtype) -> threading.Thread:
 
     Before its first kernel Inductor compiles and loads a few small programs, to learn which vector instructions work.
     That takes about five seconds once for a cache folder, and half a second in later processes.  The thread's errors
-    are dropped: what is missing then is built where it is used.
+    are dropped: missing libraries are then built where they are used.
 
     Args:
         dtype: of keys and values.
@@ -326,7 +326,7 @@ def start_builds(dtype: torch.dtype) -> threading.Thread:
     def build() -> None:
         with contextlib.suppress(Exception):
             inductor.probe_vector_instructions()
-            dtype_of_products(dtype, dim=2)  # builds what it asks for
+            dtype_of_products(dtype, dim=2)  # builds the library that it needs
 
     thread = threading.Thread(target=build, name="kvpass-early-builds", daemon=True)
     thread.start()

@@ -242,7 +242,7 @@ def column_sums(attention: AttentionInputs, weight: Tensor, powers: int) -> list
         HEADS=heads, GROUPS=groups, COUNT=count, KEYS=keys, D=dim, WIDTH=width, BQ=side, BK=side,
         num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
-    masks = query if mask is None else mask  # the kernels read no mask and no sink where there is none
+    masks = query if mask is None else mask  # the kernels read no mask and no sink if there is none
     sinks = total if sink_logit is None else sink_logit.float().contiguous()
     totals[(triton.cdiv(count, side), rows * heads)](query, key, masks, sinks, total, **common, **sink_options)
     result = [query.new_empty((rows, heads, keys), dtype=torch.float32) for _ in range(powers)]

@@ -1,6 +1,6 @@
 """Multiply matrices of 16 bits in float32, on a CPU whose libraries have no products of 16 bits.
 
-Without AVX-512 torch multiplies bfloat16 and float16 by loops of its own, at a sixth of the speed of float32, and a
+Without AVX-512 torch multiplies bfloat16 and float16 by its own loops, at a sixth of the speed of float32, and a
 prompt takes six times as long.  Here the weights are converted to float32 in blocks and multiplied by the library, so
 there is no float32 copy of a large matrix in memory.  Sums are in float32, and a result is rounded once.
 """
@@ -38,8 +38,8 @@ def float32_product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor
     """Multiply rows [R, K] with a matrix [K, N], with sums in float32.
 
     Args:
-        rows: of 16 bits.
-        matrix: of 16 or 8 bits.
+        rows: the rows, of 16 bits.
+        matrix: the matrix, of 16 or 8 bits.
         bias: numbers that are added before rounding, of a shape that can be expanded to [R, N]; or None.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Change aten graphs before Inductor lowers them, and compute what its cache keys lack.
+"""Change aten graphs before Inductor lowers them, and compute a digest that its cache keys lack.
 
 `look_up_unchecked` drops bounds checks for indices that are an arange over the indexed dimension, as masks use them in
 `padding[rows, positions]`: the compiler cannot always prove this for a dynamic size.
@@ -94,7 +94,7 @@ torch.library.define("kvpass::checked_table_index", "(Tensor index, int least, i
 def checked_table_index(index: Tensor, least: int, rows: int) -> Tensor:
     """Return row indices of a table with negative ones counted from the end, and check their range.
 
-    It runs in every step, so it is no `custom_op`, whose wrapper takes as long as the check.
+    It runs in every step, so it is not a `custom_op`, whose wrapper takes as long as the check.
 
     Args:
         least: the lowest index allowed: 0, or -rows if negative indices count from the end.

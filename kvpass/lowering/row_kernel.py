@@ -22,7 +22,7 @@ MOST_ROWS = {torch.float32: 12, torch.bfloat16: 16, torch.float16: 16, torch.int
 """The largest number of rows for which the kernel is used, by the dtype of the matrix.
 
 They come from `python -m benchmarks row_products`, like `row_products.LIMITS`; with more rows the library is faster.
-The kernel for AVX2 was timed on a processor that has AVX-512 as well, with all libraries kept to AVX2.
+The kernel for AVX2 was timed on a processor that also has AVX-512, with all libraries kept to AVX2.
 """
 
 CACHE_LINE = 64  # bytes
@@ -56,7 +56,7 @@ def _fake(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def fits(rows: Tensor, matrix: Tensor) -> bool:
-    """Return whether the kernel can multiply so many rows [R, K] with this matrix [K, N]."""
+    """Return whether the kernel can multiply these rows [R, K] with this matrix [K, N]."""
     if matrix.dtype not in NAMES or symbolic_shapes.symbols(matrix):
         return False
     is_stored_by_columns = matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0]
@@ -79,7 +79,7 @@ def is_compiled() -> bool:
     try:
         with tensors.real_tensors():  # Dynamo may trace a graph
             right, why = _is_right(), "the results are wrong"
-    except Exception as error:  # of names and signatures that have changed
+    except Exception as error:  # from changed names and signatures
         right, why = False, str(error).partition("\n")[0]
     if not right:
         message = f"steps on a CPU are slower, as torch {torch.__version__} does not compile kvpass's products: {why}"

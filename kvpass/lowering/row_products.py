@@ -7,8 +7,8 @@ memory bandwidth, and fuse the operations that follow.  Sums are in float32 for 
 
 A batch has one sum per row.  The compiler puts the sums into one loop, so weights are still read once and multiplied in
 registers with every row.  A loop over two halves or four quarters of the columns has more loads in flight, because a
-processor prefetches within a page of each.  The library keeps its rows in tiles and is faster from some number of rows
-on; `LIMITS` has that number.  The same holds for attention's products of queries and keys, and of probabilities and
+processor prefetches within a page of each.  The library keeps its rows in tiles and is faster from a number of rows
+given in `LIMITS`.  The same is true for attention's products of queries and keys, and of probabilities and
 values.
 
 On processors with AVX2 or AVX-512 `row_kernel` multiplies with weights faster than both, and is used where it fits.
@@ -73,7 +73,7 @@ AVX512-BF16 and AMX have dot products of bfloat16.  The limits come from the las
 `python -m benchmarks row_products` prints, for one thread, 1 to 16 rows and matrices that come from memory.  The rows
 for AVX-512 without dot products of bfloat16 were measured by keeping the library from using them.  float16 with dot
 products is assumed to behave like bfloat16.  Quarters, and values in float32, with AVX2 were timed on a processor that
-has AVX-512 as well.  The size of the matrix does not matter: it is read once.
+has AVX-512 too.  The size of the matrix does not matter: it is read once.
 
 Three rows of `scores` with AVX512-BF16 come from steps of SmolLM2-135M, which has three query heads for each KV head: a
 step takes 0.90 (d2o), 0.91 (h2o), 0.94 (window), 0.95 (tova) and 1.01 (streaming) of the time with the library.
@@ -85,7 +85,7 @@ MOST_QUARTERED_UNCACHED = 4
 MOST_INTEGER_ROWS = 8
 """The number of rows up to which loops beat the library for integer weights, on any processor.
 
-The library multiplies with a converted copy of them.
+The library multiplies with a converted copy of the weights.
 """
 
 DEFAULT_VECTORS = "AVX512"  # assumed for processors that are not in the table
@@ -198,11 +198,11 @@ def _unconverted(matrix: fx.Node) -> fx.Node:
 
 
 _bind: Callable[..., Function] = functools.cache(functools.partial)
-"""Return a function with its first arguments given, the same object for the same ones, as traces are shared by it."""
+"""Return a function with some first arguments, always the same object, because traces are shared by it."""
 
 
 class _Replacement:
-    """Replace nodes of an aten graph by functions of other nodes' values; equal ones share a trace."""
+    """Replace nodes of an aten graph by functions of other nodes' values; equal functions share a trace."""
 
     def __init__(self, graph: fx.Graph) -> None:
         assert graph.owning_module is not None
@@ -259,9 +259,9 @@ def has_dynamic_rows(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
 def batches(graph: fx.Graph, processor: Processor) -> list[fx.Node]:
     """Return the products of attention to write as multiply and sum.
 
-    A library call ends a kernel.  Without one the compiler would make a single kernel of all layers, which could not
+    A library call ends a kernel.  Without such a call the compiler would make one kernel of all layers, which could not
     share code.  So with more than `MOST_UNCUT_LAYERS` layers, products of probabilities and values stay with the
-    library, unless those of queries and keys do.
+    library, unless products of queries and keys do.
     """
     found = [node for node in _all_batches(graph) if is_faster_as_sums(node, processor)]
     keys = [node for node in found if _is_of_keys(node)]
@@ -287,7 +287,7 @@ def is_faster_as_sums(node: fx.Node, processor: Processor) -> bool:
 
 
 def _is_of_keys(node: fx.Node) -> bool:
-    """Return whether a product is of queries and keys, whose columns are contiguous; of values, the rows are."""
+    """Return whether a product is of queries and keys, whose columns are contiguous; with values, rows are."""
     return bool(node.args[1].meta["val"].stride(1) == 1)  # type: ignore[union-attr]
 
 
@@ -303,7 +303,7 @@ def column_parts(rows: torch.Tensor, matrix: torch.Tensor) -> int:
     return math.gcd(matrix.shape[2], 1 << max(limit.bit_length() - 1, 0))
 
 
-# -- functions that are traced to aten's operators, behind which no decomposition runs -------------------------------
+# -- functions that are traced to aten's operators, after which no decomposition runs -------------------------------
 
 
 def _transposed_product(rows: torch.Tensor, matrix: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
@@ -387,7 +387,7 @@ def _converted(dtype: torch.dtype, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _columns(matrix: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """Split a matrix [..., K, N] into parts of equally many columns."""
+    """Split a matrix [..., K, N] into parts with equal numbers of columns."""
     size = matrix.shape[-1] // parts
     return [matrix] if parts == 1 else [matrix.narrow(-1, part * size, size) for part in range(parts)]
 

@@ -78,7 +78,7 @@ def register(cls: P) -> P:
         The class.
 
     Raises:
-        PolicyError: the class is no dataclass derived from `Policy`, has no `name`, or the name is taken.
+        PolicyError: the class is not a dataclass derived from `Policy`, has no `name`, or the name is taken.
     """
     if not (isinstance(cls, type) and issubclass(cls, Policy) and dataclasses.is_dataclass(cls)):
         raise PolicyError(f"cls={short_text(cls)}: must be a dataclass derived from kvpass.policies.Policy")

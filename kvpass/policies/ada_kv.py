@@ -1,4 +1,4 @@
-"""Select prompt tokens as SnapKV does, with budgets of KV heads by how their attention is concentrated.
+"""Select prompt tokens as SnapKV does, with budgets of KV heads by the concentration of their attention.
 
 AdaKV (Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference").
 https://arxiv.org/abs/2407.11550
@@ -6,9 +6,9 @@ https://arxiv.org/abs/2407.11550
 At the end of a prompt the scores of all KV heads of a layer compete for the selected tokens of the layer, Hkv * (budget
 - window); each head's best `safeguard` of its equal share are safe.  A head's count is the number of its tokens that
 win.  The paper gives each head its count; a cache with a different length for each head would need masks, which save no
-memory, or code of its own.  Here a layer has up to four classes of heads with equally many slots (`shares`), the same
+memory, or separate code.  Here a layer has up to four classes of heads with equally many slots (`shares`), the same
 for every layer and prompt.  The heads with the highest counts get the largest class.  Each head then selects its own
-tokens, and keeps a ring of recent ones, as SnapKV does.  Together the heads hold exactly Hkv * budget tokens.
+tokens, and keeps a ring of recent ones, as SnapKV does.  Together the heads keep exactly Hkv * budget tokens.
 
 A chunk is selected from like a prompt; heads stay in the classes that the first prompt or chunk gave them.
 """
@@ -34,9 +34,9 @@ from kvpass.policies.types import Tokens
 MOST_CLASSES = 4
 MOST_CHANGE = 32  # tokens more or less than its share that a class of heads gets
 OF_FEW_HEADS = {2: (1.35, 0.65), 3: (1.45, 1.0, 0.55), 4: (1.55, 1.1, 0.8, 0.55)}
-"""The shares of heads; those of three are the means of SmolLM2-135M's counts, and the others lie near them."""
+"""Budget shares by number of heads; for three, the means of SmolLM2-135M's counts, for the others, similar numbers."""
 LARGE, MIDDLE, SMALL = 4.0, 1.45, 0.22
-"""The shares of an eighth, a quarter and the rest of many heads, about those that AdaKV's counts have on average."""
+"""The shares of an eighth, a quarter and the rest of many heads, close to the averages of AdaKV's counts."""
 
 Shares = Annotated[
     tuple[float, ...],
@@ -50,14 +50,14 @@ class AdaKV(SnapKV):
 
     Attributes:
         safeguard: the share of a head's equal share of the budget that no other head can win.
-        shares: the relative numbers of tokens that the heads of a layer select, one number for each KV head, of which
-            at most four differ; one number for equal heads; () for those of `shares_of`.
+        shares: the relative numbers of tokens that the heads of a layer select, one number for each KV head,
+            at most four different ones; one number for equal heads; () for the shares of `shares_of`.
     """
 
     safeguard: Share = 0.2
     shares: Shares = ()
     name = "ada_kv"
-    cache_positions_refusal = "heads hold different numbers of tokens, and a query has one position among them"
+    cache_positions_refusal = "heads keep different numbers of tokens, and a query has one position among them"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,8 +97,8 @@ def shares_of(heads: int) -> tuple[float, ...]:
 def classes_of(shares: tuple[float, ...], total: int, least: int) -> tuple[HeadClass, ...]:
     """Return classes of heads whose budgets are about `least` and their shares of the rest of `total` tokens.
 
-    Budgets are whole and equal within a class, and add up to `total`.  The largest class gets what is left over; the
-    others get as few tokens more or less as that takes.  Equal budgets give no classes.
+    Budgets are whole and equal within a class, and add up to `total`.  The class of the largest share gets the rest;
+    the other budgets change by as few tokens as possible to make it divisible.  Equal budgets give no classes.
     """
     counts = [len([*group]) for _, group in itertools.groupby(sorted(shares, reverse=True))]
     rest, whole = total - least * len(shares), math.fsum(shares)
@@ -126,7 +126,7 @@ def _changes(count: int, most: int, size: int) -> Iterator[tuple[int, ...]]:
 
 
 def merge_equal_classes(counts: list[int], budgets: list[int]) -> tuple[HeadClass, ...]:
-    """Return classes of these numbers of heads and budgets, in order, those of equal budgets as one; () for one."""
+    """Return classes of these numbers of heads and budgets, in order; equal budgets are merged, () for one."""
     heads = dict.fromkeys(budgets, 0)
     for count, budget in zip(counts, budgets, strict=True):
         heads[budget] += count

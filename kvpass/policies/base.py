@@ -4,7 +4,7 @@ A policy knows nothing of graphs, kernels or models.  It declares which attentio
 which values it keeps per token and per row (`state`, `row_state`), how attention changes them (`observe`,
 `observe_chunk`), and a score per token (`score`).  The token of lowest score is evicted first.  The same function ranks
 the tokens of a prompt and selects the victim of a decode step, so both always agree.  All other hooks have defaults,
-or run only for policies that define them.  A property says which do, such as `Policy.merges`.
+or run only for policies that define them.  Properties such as `Policy.merges` tell which hooks a policy defines.
 
 Shapes: B rows, H' = 1 (`heads = "shared"`) or Hkv (`heads = "kv"`), G query heads per KV head, N tokens.
 Hooks that take tensors are traced into the decode graph, unless they say otherwise: static shapes and no host reads.
@@ -34,12 +34,12 @@ from kvpass.policies.ranking import INT64_MAX, keep_highest
 from kvpass.policies.types import Attention, Clock, Merge, State, Statistic, Tokens
 
 __all__ = ["Attention", "Clock", "Merge", "Plan", "Policy", "State", "Statistic", "Tokens"]
-"""The names with which policies are written; `kvpass.policies.types` and `budgets` define most."""
+"""The names that policies are written with; `kvpass.policies.types` and `budgets` define most."""
 
 Kind = TypeVar("Kind", bound="Policy")
 Starts = Annotated[
     tuple[int, ...],
-    Condition("of rising positions, from 1 on", lambda starts: all(a < b for a, b in itertools.pairwise((0, *starts)))),
+    Condition("of at least 1, in increasing order", lambda all_: all(a < b for a, b in itertools.pairwise((0, *all_)))),
 ]
 
 RENAMED_HOOKS = {
@@ -90,7 +90,7 @@ class Policy:
         interval_refusal: the reason why an `interval` above 1 is refused; "" if it is supported.
         spans_refusal: the reason why `spans` are refused; "" if they are supported.
         cache_positions_refusal: the reason why positions="cache" is refused; "" if it is supported.
-        needs_weights: whether an option must hold weights that were made for the model.
+        needs_weights: whether an option must be weights that were made for the model.
     """
 
     keep_prompt: bool = dataclasses.field(default=False, kw_only=True)
@@ -111,7 +111,7 @@ class Policy:
     needs_weights: ClassVar[bool] = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Accept hooks by their old names, with a warning, and check those of classes outside of kvpass."""
+        """Accept hooks by their old names, with a warning, and check the hooks of classes outside of kvpass."""
         super().__init_subclass__(**arguments)
         options = inspect.get_annotations(cls)
         for old, new in RENAMED_HOOKS.items():
@@ -124,14 +124,14 @@ class Policy:
             check_hooks(cls, Policy)
 
     def __post_init__(self) -> None:
-        """Check the options, those of derived classes too, against their annotations.
+        """Check the options, also of derived classes, against their annotations.
 
         Raises:
             PolicyError: an option has a value that is not allowed.
         """
         check_fields(self)
         check_policy(self, Policy)
-        means_nothing = f"means nothing for {self.name!r}: {self.keep_prompt_refusal}"
+        means_nothing = f"has no effect under policy {self.name!r}: {self.keep_prompt_refusal}"
         require(not (self.keep_prompt and self.keep_prompt_refusal), "keep_prompt", self.keep_prompt, means_nothing)
         why = self._why_no_interval if self.interval > 1 else ""
         require(not why, "interval", self.interval, f"must be 1 for {self.name!r}: {why}")
@@ -139,16 +139,16 @@ class Policy:
         require(not why, "spans", self.spans, f"must be () for {self.name!r}: {why}")
 
     def _defines(self, hook: str) -> bool:
-        """Return whether the policy's class has a hook of its own; this class has a default, or raises an error."""
+        """Return whether the policy's class defines a hook itself; the base class has a default, or raises an error."""
         return getattr(type(self), hook) is not getattr(Policy, hook)
 
     def _lacks(self, hook: str) -> PolicyError:
-        """Return the error for a hook that the policy's other hooks or attributes ask for."""
+        """Return the error for a missing hook that the policy's other hooks or attributes require."""
         return PolicyError(f"{type(self).__qualname__}: it needs the hook `{hook}`, and has none")
 
     @property
     def _why_no_spans(self) -> str:
-        """The reason why the policy cannot select in each span of the text for itself; "" if it can."""
+        """The reason why the policy cannot select in each span of the text separately; "" if it can."""
         if self.keep_prompt:
             return "keep_prompt keeps every token of a prompt"
         return self.spans_refusal or self._why_no_interval
@@ -160,7 +160,7 @@ class Policy:
             return self.interval_refusal
         one_by_one = self.overwrites or self.merges or self.aligns != "never"
         if one_by_one or self._defines("tick"):
-            return "it overwrites, merges, aligns or compacts tokens by a schedule of its own"
+            return "it overwrites, merges, aligns or compacts tokens on its own schedule"
         return ""
 
     @property
@@ -192,8 +192,8 @@ class Policy:
         if self.interval == 1 or budget is None:
             return ""
         if isinstance(budget, float):
-            return f"interval={self.interval}: budget + 1 - {self.interval} tokens are held after a compaction"
-        return f"interval={self.interval}: {self.compacted(budget)} to {budget} tokens are held between compactions"
+            return f"interval={self.interval}: budget + 1 - {self.interval} tokens are cached after a compaction"
+        return f"interval={self.interval}: {self.compacted(budget)} to {budget} tokens are cached between compactions"
 
     def check_budget(self, budget: int) -> None:
         """Raise BudgetError if the policy cannot work with `budget` slots."""
@@ -209,18 +209,18 @@ class Policy:
         raise BudgetError(f"budget={budget} is too small for {self.name!r} with {self}: {why}")
 
     def fitting_budget(self, budget: Count) -> Count:
-        """Return the largest budget up to `budget` that the policy can work with, at least the smallest of all.
+        """Return the largest budget up to `budget` that the policy can work with, at least its smallest budget.
 
         A policy that renumbers tokens also gets symbolic numbers, and int64 [B, 1] for the rows of a prompt.
         """
         return at_least(budget, self.minimum_budget() + self.interval - 1)
 
     def capacity(self, budget: int, prompt: int = 0) -> int:
-        """Return the slots of a layer for a prompt of `prompt` tokens, including those needed beyond the budget."""
+        """Return the slots of a layer for a prompt of `prompt` tokens, including the slots needed beyond the budget."""
         return budget + (self.evicts and not self.overwrites)
 
     def for_layer(self, layer: int, layers: int) -> Policy:
-        """Return the policy of one of the model's `layers` layers: `self`, or one that evicts nothing."""
+        """Return the policy of one of the model's `layers` layers: `self`, or a policy that evicts nothing."""
         return self
 
     def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:
@@ -251,14 +251,14 @@ class Policy:
             budget: the mean over the heads.
 
         Raises:
-            PolicyError: the policy cannot divide the budget among so many heads.
+            PolicyError: the policy cannot divide the budget among this number of heads.
         """
         return ()
 
     def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
-        """Return how much of the layer's budget each head deserves at the end of a prompt: [B, Hkv], any numbers.
+        """Return a score of each KV head at the end of a prompt, [B, Hkv]: higher scores get larger budgets.
 
-        Heads are put into the classes in the order of their counts; of equal counts the lower head comes first.
+        Heads are put into the classes in the order of their scores; of equal scores the lower head comes first.
 
         Args:
             tokens: the tokens of the prompt, after `observe_chunk` and `rescore`; their budget is the mean.
@@ -316,7 +316,7 @@ class Policy:
         return {}
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
-        """Return changes to the state after a prompt, chunk or compacting step; by default those of `observe`."""
+        """Return changes to the state after a prompt, chunk or compacting step; by default the changes of `observe`."""
         return self.observe(tokens, attention)
 
     @property
@@ -368,7 +368,7 @@ class Policy:
         of a prompt or chunk.
 
         Args:
-            key, value: the stored vectors of the tokens, [B, Hkv, N, D] and [B, Hkv, N, Dv]; those of free slots are
+            key, value: the stored vectors of the tokens, [B, Hkv, N, D] and [B, Hkv, N, Dv]; vectors of free slots are
                 undefined.  With positions="cache" keys are without their rotary embedding.
             weights: the result of `layer_weights` for the layer, on the device of the keys.
         """
@@ -383,8 +383,8 @@ class Policy:
         """Return changes to the state at the end of a prompt or chunk, before the policy compacts; never traced.
 
         Args:
-            value: the stored values of the tokens, [B, h, N, Dv]; those of free slots are undefined.
-            output: the weights by which each query head's part of attention's output enters the output of the layer,
+            value: the stored values of the tokens, [B, h, N, Dv]; values of free slots are undefined.
+            output: the weights that project each query head's part of attention's output to the output of the layer,
                 [B or 1, h, G, Dv, E]; None for attention whose output is not projected, as in `kvpass.simulate`.
         """
         raise self._lacks("project")
@@ -407,17 +407,17 @@ class Policy:
     def aligns(self) -> Literal["never", "read", "step", "compact"]:
         """The time when `align` runs: never, at each read of keys and values, or to store its result.
 
-        It stores after every step ("step") or after compacting steps ("compact"), and after a chunk.
+        The result is stored after every step ("step") or after compacting steps ("compact"), and after a chunk.
         """
         return "never"
 
     def align(
         self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor], evicted: int
     ) -> tuple[Tensor, Tensor, State]:
-        """Return the keys and values that attention sees in place of the stored ones, and changes to the state.
+        """Return the keys and values that attention sees instead of the stored ones, and changes to the state.
 
         Args:
-            key, value: those of the slots, [B, Hkv, C, D] and [B, Hkv, C, Dv].
+            key, value: the vectors of the slots, [B, Hkv, C, D] and [B, Hkv, C, Dv].
             weights: the result of `layer_weights` for the layer, on the device of the slots.
             evicted: an upper bound of the tokens evicted since the last call, if the result is stored.
         """
@@ -465,7 +465,7 @@ class Policy:
         """Return how evicted tokens are merged into the slots that stay.
 
         Args:
-            tokens: the slots, those of evicted tokens already free.
+            tokens: the slots; slots of evicted tokens are already free.
             cached_keys: the stored keys of the slots, [B, Hkv, C, D].
             evicted: the stored keys of the evicted tokens, [B, Hkv, E, D], by position.
             valid: bool [B, H', E], false for entries without a token.
@@ -480,7 +480,7 @@ class Policy:
         raise self._lacks("score")
 
     def victim(self, tokens: Tokens) -> Tensor:
-        """Return the slot [B, H'] to overwrite next: by default a free slot, else the lowest score's."""
+        """Return the slot [B, H'] to overwrite next: by default a free slot, else the slot of the lowest score."""
         return tokens.lowest(self.score(tokens)) if self.evicts else (~tokens.live).int().argmax(-1)
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
@@ -493,5 +493,5 @@ class Policy:
 
 @functools.cache
 def _with_plain_logits(kind: Any) -> type[Any]:
-    """Return a class without logit changes; one for each class, as dataclasses of different classes are never equal."""
+    """Return the class without logit changes, always the same: dataclasses of different classes are never equal."""
     return type(kind.__name__, (kind,), {"bias": Policy.bias, "logit_scale": Policy.logit_scale})

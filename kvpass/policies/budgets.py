@@ -1,4 +1,4 @@
-"""Divide budgets among layers, rows and parts of a cache, as numbers or as tensors with one for each row."""
+"""Divide budgets among layers, rows and parts of a cache, as numbers or as tensors with one number per row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HeadClass(NamedTuple):
     """KV heads of a layer with equal budgets.
 
     Attributes:
-        heads: their number.
+        heads: the number of heads.
         budget: tokens that each of them keeps between steps.
     """
 
@@ -100,7 +100,7 @@ def share_of(count: Count, fraction: float) -> Count:
 
     Args:
         count: from 0 to `MOST_TOKENS`: an integer, a symbolic one, or an int64 tensor.
-        fraction: from 0 to 1; for an integer any number from 0 on.
+        fraction: from 0 to 1; for an integer any number that is at least 0.
     """
     whole, rest = divmod(Fraction(str(fraction)), 1)
     share = _largest_fraction(rest)
@@ -112,7 +112,7 @@ def _largest_fraction(number: Fraction) -> Fraction:
     """Return the largest fraction up to `number` whose denominator is at most `MOST_TOKENS`.
 
     A share k of n tokens is at most `number` exactly if k / n is, and k / n has such a denominator.  So shares of this
-    fraction are those of `number`, and n times its numerator fits into int64.
+    fraction equal the shares of `number`, and n times its numerator fits into int64.
     """
     nearest = number.limit_denominator(MOST_TOKENS)
     if nearest <= number:
@@ -124,7 +124,7 @@ def _largest_fraction(number: Fraction) -> Fraction:
 
 
 def whole_shares(exact: Sequence[float | Fraction], total: int, most: float = math.inf) -> list[int]:
-    """Return the shares rounded so that they add up to `total`: those of the largest rests are rounded up."""
+    """Return the shares rounded so that they add up to `total`: the shares of the largest rests are rounded up."""
     shares = [math.floor(share) for share in exact]
     by_rest = sorted(range(len(exact)), key=lambda i: (shares[i] - exact[i], i))
     for i in [i for i in by_rest if shares[i] < most][: total - sum(shares)]:

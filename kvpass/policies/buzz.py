@@ -3,7 +3,7 @@
 BUZZ ("BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters for Efficient LLM Inference").
 https://arxiv.org/abs/2410.23079
 
-The cache is [k sinks | middle | window of the last w tokens].  Tokens are appended until the middle holds more than T;
+The cache is [k sinks | middle | window of the last w tokens].  Tokens are appended until the middle has more than T;
 then it is thinned at once.  Its first `old` tokens, which survived earlier rounds, are sampled at an interval of s' =
 floor((s + 1) / 2) regardless of their scores.  The new ones are divided into hives of s, and the token of highest score
 of each hive stays, for each KV head separately.  The score is the attention to the token, summed over all queries and
@@ -11,7 +11,7 @@ the G query heads.  A middle of `old` + new shrinks to
 
     old' = ceil(old / s') + ceil(new / s)
 
-for any data, so the host knows which steps have to compact; all other steps only append.  The bound is k + w + T, and
+for any data, so the host knows which steps must compact; all other steps only append.  The bound is k + w + T, and
 one more during attention.  A prompt or chunk that leaves more than T is sampled at the interval s' until it fits
 (Remark 2).
 
@@ -52,7 +52,7 @@ class Buzz(Policy):
         log_n: multiply the logits by log_512(n), with n tokens attended to.
         variant: "buzz", "fast" (scores are the attention of the last step alone) or "nomax" (the first of each hive
             stays, for any scores).
-        iterate_prompt: False samples a prompt once, as the public code does; its slots are then as many as it leaves.
+        iterate_prompt: False samples a prompt once, as the public code does; it then gets a slot for each token left.
         old_stride: s' (Fig. 8a), at least 2; None for floor((s + 1) / 2).
     """
 
@@ -79,7 +79,7 @@ class Buzz(Policy):
         return _interval(self.stride, self.old_stride)
 
     def sizes(self, budget: Count) -> tuple[Count, Count]:
-        """Return w and T: numbers, or tensors for the budgets of rows."""
+        """Return w and T: numbers, or tensors for budgets by row."""
         rest: Any = budget - self.sinks
         window: Any = self.window
         threshold: Any = self.threshold
@@ -135,7 +135,7 @@ class Buzz(Policy):
         }
 
     def score(self, tokens: Tokens) -> Tensor:
-        """Return scores as with sinks and a window; they are used only if the host has missed a compacting step."""
+        """Return scores that keep sinks and a window; they are used only if the host has missed a compacting step."""
         return torch.where(tokens.position < self.sinks, INT64_MAX, tokens.position)
 
     def victim(self, tokens: Tokens) -> Tensor:
@@ -160,7 +160,7 @@ class Buzz(Policy):
         return keep, {"old": torch.where(due, (size + more - 1) // more, old)}
 
     def _further_interval(self, tokens: Tokens, size: Tensor, interval: int, threshold: int | Tensor) -> Tensor:
-        """Return the product of the intervals of further passes over the middle of a prompt or chunk; 1 for none."""
+        """Return the product of the intervals of later passes over a prompt's or chunk's middle; 1 for none."""
         product, count = torch.ones_like(size), tokens.position.shape[-1]
         if tokens.cached_columns == count or (tokens.cached_columns == 0 and not self.iterate_prompt):
             return product
@@ -218,7 +218,7 @@ def _ratio(stride: int, old_stride: int | None) -> float:
 
 
 def best_of_hives(score: Tensor, in_hive: Tensor, hive: Tensor, rank: Tensor) -> Tensor:
-    """Return bool [B, H', N]: whether the token has the highest score in its hive; of equals the first.
+    """Return bool [B, H', N]: whether the token has the highest score in its hive; of equal scores the first.
 
     Args:
         score: [B, H', N].

@@ -34,7 +34,7 @@ class CalibratedModel:
         architecture: as the model's configuration names it.
         layers: its attention layers that cache keys and values.
         query_heads, heads: Hq and Hkv.
-        dim: D, of keys.
+        dim: D, the dimension of keys.
     """
 
     architecture: str
@@ -49,7 +49,7 @@ class Calibration(Weights):
     """Statistics of the queries of each layer and head; equal to calibrations with the same content.
 
     Attributes:
-        model: the model that they are of.
+        model: the model that was measured.
         tensors: float32, by name, with P = D / 2 pairs: the `mean` [L, Hq, D] and the `second` moments around it
             [L, Hq, D, D], both in the layout of pairs; `size` [L, Hq, P], the mean absolute value of each pair;
             `frequency` float64 [L, P] in radians for each position; `pairs` int64 [L, 2, P], the dimensions of the
@@ -131,7 +131,7 @@ class CalibratedPolicy(PolicyWithWeights[Calibration]):
     def relative_keys(self, key: Tensor, seen: Tensor, frequency: Tensor, pairs: Tensor, live: Tensor) -> Tensor:
         """Rotate keys back by the next query's position: float32 [B, Hkv, N, D] in the layout of pairs.
 
-        A query at that position meets them as if it had no rotary embedding.  Free slots are zero.
+        A query at that position then needs no rotary embedding.  Free slots are zero.
 
         Args:
             key: [B, Hkv, N, D], stored after their rotary embedding.
@@ -140,7 +140,7 @@ class CalibratedPolicy(PolicyWithWeights[Calibration]):
             live: bool [B, Hkv, N].
 
         Raises:
-            CalibrationError: the calibration is of a model with other keys.
+            CalibrationError: the calibration is for a model with other keys.
         """
         self.loaded.check(heads=key.shape[1], dim=key.shape[3])
         key = torch.where(live[..., None], key.float(), 0.0)

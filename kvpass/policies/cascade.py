@@ -4,7 +4,7 @@ Cascading KV cache ("Training-Free Exponential Extension of Sliding Window Conte
 https://arxiv.org/abs/2406.17808
 
 Besides the sinks there are N sub-caches of W slots.  Sub-cache i accepts every f_i-th token (f_i = 2^i).  A token that
-it accepts pushes its oldest token to the next sub-cache.  Of a token that it does not accept and its own newest, the
+it accepts pushes its oldest token to the next sub-cache.  Of a token that it does not accept and its newest one, the
 one with the higher score mu stays.  So old tokens thin out, and the better ones stay.  With sbar_j the attention to
 token j, reduced over the query heads, after every token
 
@@ -48,9 +48,9 @@ class Cascade(Policy):
     """The Cascading KV cache policy.
 
     Attributes:
-        cascades, sinks: N, and the first tokens that always stay; (budget - sinks) must divide by cascades.
-        growth: of f_i: "pow2", "pow3", "pow4", or "linear" for i + 1.
-        reduce: over the query heads: "mean", "max" or "median" (the lower one for an even number).
+        cascades, sinks: N, and the first tokens that always stay; cascades must divide budget - sinks.
+        growth: the growth of f_i: "pow2", "pow3", "pow4", or "linear" for i + 1.
+        reduce: the reduction over the query heads: "mean", "max" or "median" (the lower one for an even number).
         gamma: the decay of the scores; None for exp(-ln(100) / W).  With 1 all scores stay zero.
         order: "write_first" as in the paper, or "attend_first", which needs one more slot.
         eager_fill: every sub-cache accepts while t <= |C| + sinks.
@@ -95,8 +95,8 @@ class Cascade(Policy):
         if (budget - self.sinks) % self.cascades:
             below = self.fitting_budget(budget)
             nearest = min(below, below + self.cascades, key=lambda fits: abs(fits - budget))
-            why = f"without its {self.sinks} sinks it does not divide by cascades={self.cascades}"
-            raise BudgetError(f"budget={budget}: {why}; the nearest that does is {nearest}")
+            why = f"without its {self.sinks} sinks it is not divisible by cascades={self.cascades}"
+            raise BudgetError(f"budget={budget}: {why}; the nearest divisible budget is {nearest}")
 
     def state(self) -> dict[str, torch.dtype]:
         return {"score": torch.float32}
@@ -132,7 +132,7 @@ class Cascade(Policy):
         return rows.mean(2) if self.reduce == "mean" else rows.amax(2)
 
     def victim(self, tokens: Tokens) -> Tensor:
-        # The next token is inserted, or the newest one if it attended first and is no padding.
+        # The next token is inserted, or the newest one if it attended first and is not padding.
         late = torch.zeros_like(tokens.state["arrived"]) if self.overwrites else tokens.state["arrived"]
         scored = tokens.live & (tokens.position >= self.sinks)
         age = tokens.live.sum(-1, keepdim=True) - 1 - tokens.order - late  # [B, H', C]
@@ -207,8 +207,8 @@ class CascadeRule:
         """Return the rank b W at which token `number` stops pushing; `line_length` if every sub-cache accepts.
 
         Args:
-            number: int64, counted from the first token that is no sink.
-            line_length: int64, tokens in the line.
+            number: int64, counted from the first token after the sinks.
+            line_length: int64, the number of tokens in the line.
         """
         rank = line_length
         for i in reversed(range(1, len(self.accepts))):
@@ -231,7 +231,7 @@ class CascadeRule:
             line: tokens by age, the newest first; modified in place.
             first: the first of the tokens.
             numbers: int64 [n], on the host.
-            scores: of every token, when each of the n tokens comes.
+            scores: the scores of every token at the time of each of the n tokens.
         """
         real = (numbers >= 0).nonzero()[:, 0]
         lengths = torch.arange(len(line), len(line) + len(real)).clamp(max=self.slots)
@@ -253,11 +253,11 @@ class CascadeRule:
     def insert_prompt(self, blocks: Iterable[Tensor], number: Tensor, early: bool) -> Tensor:
         """Return the scores [B, H', N] after a prompt whose tokens were inserted one by one; DROPPED for dropped ones.
 
-        Each token's slot depends on that of the previous token.  The host computes this a hundred times as fast as
+        Each token's slot depends on that of the previous token.  The host computes this a hundred times faster than
         operations on tensors.
 
         Args:
-            blocks: the scores after each token, [B, H', n, s], of at least all tokens up to the last of the block.
+            blocks: the scores after each token, [B, H', n, s], at least for all tokens up to the last of the block.
             number: int64 [B, q], negative for sinks and padding.
             early: whether a token is inserted before its own query has changed the scores.
         """
@@ -275,7 +275,7 @@ class CascadeRule:
         return mark_survivors(self._as_tensor(lines, last), last)
 
     def insert_chunk(self, number: Tensor, cached_columns: int, score: Tensor) -> Tensor:
-        """Return the scores [B, H', N] after inserting the tokens behind the cached ones one by one.
+        """Return the scores [B, H', N] after inserting, one by one, the tokens after the cached ones.
 
         The score of a dropped token is DROPPED.
 
@@ -298,9 +298,9 @@ class CascadeRule:
 
 
 def moving_averages(blocks: Iterable[Tensor], valid: Tensor, decay: float) -> Iterator[Tensor]:
-    """Yield the moving average mu <- decay mu + (1 - decay) s after each query, in place of s.
+    """Yield the moving average mu <- decay mu + (1 - decay) s after each query, instead of s.
 
-    Padding changes nothing.  Averages in memory of their own take twice as long, most of it to get the memory.
+    Padding changes nothing.  Averages in new memory take twice as long, most of it for the allocation.
 
     Args:
         blocks: s for consecutive queries, [B, H', n, N], where N never decreases; s is zero for later keys.

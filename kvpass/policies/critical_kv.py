@@ -3,9 +3,9 @@
 CriticalKV (Feng et al., "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective").
 https://arxiv.org/abs/2502.03805
 
-Budgets of heads are those of AdaKV.  In each head, half of the selected tokens are the best by SnapKV's score s.  The
+Heads get their budgets as in AdaKV.  In each head, half of the selected tokens are the best by SnapKV's score s.  The
 rest are the best of the others by (s + epsilon) times the mean over the G query heads of the L1 norm of v W_g, where
-W_g are the columns of the output projection that query head g's output meets.  Evicting such a token would change the
+W_g are the columns of the output projection that multiply the output of head g.  Evicting such a token would change the
 output of the layer most.  The public code has epsilon = 1e-4.
 
 Later tokens form a ring.  A chunk is selected from like a prompt, with norms of the stored values of all tokens.
@@ -61,7 +61,7 @@ def output_norms(value: Tensor, output: Tensor | None) -> Tensor:
 
     Args:
         value: [B, h, N, Dv].
-        output: [B or 1, h, G, Dv, E], or None for values as they are.
+        output: [B or 1, h, G, Dv, E], or None for unprojected values.
     """
     if output is None:
         return value.float().abs().sum(-1)

@@ -49,8 +49,8 @@ class D2O(Policy):
     """The D2O policy.
 
     Attributes:
-        sinks, heavy: the first tokens that stay, and the share N / (N + M); sinks are part of the N.
-        extra_sinks: sinks are not part of the N, which is a share of the rest.
+        sinks, heavy: the first tokens that stay, and the share N / (N + M); sinks are a part of N.
+        extra_sinks: sinks are not a part of N, which is a share of the rest.
         layers: how layers share the budget: "softmax" over their densities; "gate", alpha times as much for a density
             up to `gate`, scaled so that the mean is the budget; or "paper", the budget or alpha times it.
         beta: how fast tau moves.
@@ -58,7 +58,7 @@ class D2O(Policy):
             are dropped (both in Table 6); or "official", k_c <- (k_c + sum_i u_i k_i) / (1 + n_c), means of rows that
             are scaled by their u, and one decision for all heads by the mean of their u.
         compress_at: "prompt_end", or "first_decode": a prompt stays whole until the next token has attended.
-        skip_layers: layers that keep every token, at any cost; they do not count in the mean.
+        skip_layers: layers that keep every token, at any cost; the mean does not include them.
         density: the operand of variances (Eq. 4): the column sums of a "kv" head, or of each "query" head.
     """
 
@@ -74,7 +74,7 @@ class D2O(Policy):
     extra_sinks: bool = False
     density: Literal["kv", "query"] = "kv"
     name = "d2o"
-    interval_refusal = "each evicted token is merged when it goes, and layers have budgets of their own"
+    interval_refusal = "each token is merged when it is evicted, and layers have different budgets"
     shardable = "heads"
     heads = "kv"
     statistics = frozenset({"total"})
@@ -138,7 +138,7 @@ class D2O(Policy):
         return Merge(into, weight, share, own, {"threshold": threshold})
 
     def _weights(self, similar: Tensor, merged: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Return the weights of evicted tokens, their shares of the denominator, and the own weight; see `Merge`."""
+        """Return the weights of evicted tokens, their shares of the denominator, and the slot's weight; see `Merge`."""
         if self.merge == "paper":
             return merged * similar.exp(), merged * similar.exp(), math.e
         return merged * similar if self.merge == "official" else merged, merged, 1.0
@@ -166,7 +166,7 @@ def column_variances(
     """Return F for each row, layer and head, including heads of other processes, which costs one collective.
 
     Args:
-        totals: of each layer, as in `column_variance`.
+        totals: the `total` of each layer, as in `column_variance`.
     """
     local = [column_variance(total, valid, density) for total in totals]
     processes = 1 if sharding is None else sharding.world_size
@@ -232,7 +232,7 @@ def largest_layer_budget(count: int, budget: int, layers: str = "softmax", alpha
 
 
 def nearest(key: Tensor, cached_keys: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each key its most similar live slot; of equals the one of lowest position.
+    """Return for each key its most similar live slot; of equal ones the slot of lowest position.
 
     Args:
         key: [B, Hkv, E, D]; cached_keys: [B, Hkv, C, D].
@@ -280,7 +280,7 @@ def _cosines_on_cpu(key: Tensor, cached_keys: Tensor) -> Tensor:
     """Return cosines [B, Hkv, 1, C] on a CPU, in one pass over the slots and without a converted copy.
 
     On a CPU, products and norms share one loop over the slots only if both read values of the head.  A compiler would
-    run norms alone in a loop of their own, over all slots as one long row.  On a GPU this would cost two more launches.
+    run norms alone in a separate loop, over all slots as one long row.  On a GPU this would cost two more launches.
     """
     inverse_norm = materialize(1 / _norm(key)[..., None])  # [B, Hkv, 1, 1]
     slots = cached_keys.float() * inverse_norm

@@ -4,16 +4,16 @@ DefensiveKV (Feng et al., "Taming the Fragility of KV Cache Eviction in LLM Infe
 https://arxiv.org/abs/2510.13334
 
 Once, at the end of a prompt, each of its last `window` queries has its attention to the tokens before them averaged
-over `kernel` neighbours, zero beyond either end, and rescaled to the sum that it had.  A token's score is the highest
+over `kernel` neighbours, zero beyond either end, and rescaled to its previous sum.  A token's score is the highest
 of all queries and of the G query heads of a KV head, and at least the mean of these over the tokens.  It is multiplied
 by what the token's value adds to the output of the layer (`kvpass.policies.critical_kv`), as a share of all KV heads'.
 
-In each head the tokens of highest mean attention are safe that together have less than `mass` of it.  They and then the
-highest scores of all heads win the selected tokens of the layer.  Heads get budgets by their winners as under `ada_kv`.
-Each keeps its safe tokens, then its highest scores, and its window, and goes on with a ring.
+In each head, tokens are safe in order of mean attention while their cumulative share is below `mass`.  They and then
+the highest scores of all heads win the selected tokens of the layer.  Heads get budgets by their winners as under
+`ada_kv`.  Each keeps its safe tokens, then its highest scores, and its window, and continues with a ring.
 
-A chunk is selected from like a prompt.  Held tokens are not averaged with neighbours, of which some are gone, and
-values are not compared among heads, which hold different tokens.  Heads stay in their classes.
+A chunk is selected from like a prompt.  Cached tokens are not averaged with neighbours, because some were evicted, and
+values are not compared across heads, because heads cache different tokens.  Heads stay in their classes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DefensiveKV(AdaKV):
 
     def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
         selected = self.compacted(tokens.budget) - self.window
-        assert isinstance(selected, int)  # rows have no budgets of their own
+        assert isinstance(selected, int)  # rows have equal budgets
         safe, position = self._safe_tokens(tokens, selected), torch.where(self._competes(tokens), tokens.position, -1)
         score = torch.where(safe, torch.inf, tokens.state["impact"])
         return count_winners(score, position, selected, self.safeguard)

@@ -3,15 +3,15 @@
 DuoAttention (Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads").
 https://arxiv.org/abs/2410.10819
 
-A gate of each KV head (`kvpass.policies.head_gates`) says which heads retrieve: those whose gate exceeds a quantile of
+A gate of each KV head (`kvpass.policies.head_gates`) says which heads retrieve: heads whose gate exceeds a quantile of
 the gates of their layer.  A streaming head keeps the first `sinks` and the last `recent` tokens.  The retrieval heads
 of a layer share the rest of the layer's budget, Hkv * budget, equally.
 
 The paper takes one quantile of all gates, so that layers have different numbers of retrieval heads.  Here each layer
-has as many, because all layers have the same classes of slots.  The paper's retrieval heads keep every token.  Here
-they do while the context fits into their budget; beyond it they keep the first `sinks` and the last tokens.
+has the same number, because all layers have the same classes of slots.  The paper's retrieval heads keep every token.
+Here they do while the context fits into their budget; after that they keep the first `sinks` and the last tokens.
 
-A chunk leaves the same tokens as if its tokens had come one by one.
+A chunk leaves the same tokens as its tokens one by one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DuoAttention(PolicyWithWeights[HeadGates], Streaming):
     Attributes:
         sinks: the number of first tokens that always stay.
         gates: a `HeadGates`, or the path of a saved one.
-        quantile: heads retrieve whose gate exceeds this quantile of their layer's gates; at least one head does.
+        quantile: heads whose gate exceeds this quantile of their layer's gates retrieve; at least one head does.
         recent: the number of last tokens that streaming heads keep.
     """
 
@@ -52,7 +52,7 @@ class DuoAttention(PolicyWithWeights[HeadGates], Streaming):
     heads = "kv"
     weights_class = HeadGates
     positions = "absolute"
-    cache_positions_refusal = "heads hold different numbers of tokens, and a query has one position among them"
+    cache_positions_refusal = "heads keep different numbers of tokens, and a query has one position among them"
     keep_prompt_refusal = "its streaming heads keep the first and the last tokens alone"
 
     @property
@@ -72,7 +72,7 @@ class DuoAttention(PolicyWithWeights[HeadGates], Streaming):
         below = math.floor((heads - 1) * Fraction(str(self.quantile)))
         retrieving = heads - 1 - below
         streaming, streaming_budget = heads - retrieving, self.fitting_budget(0)
-        # a few more tokens, so that what they leave is divisible by the number of retrieval heads
+        # a few more tokens, so that the rest is divisible by the number of retrieval heads
         streaming_budget += (budget - streaming_budget) % (retrieving // math.gcd(retrieving, streaming))
         if streaming_budget == budget:
             return ()

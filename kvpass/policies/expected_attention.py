@@ -9,8 +9,8 @@ the next `horizon` positions, the logarithm of the expected exp(logit) of key j,
     x_j = s mu'^T k_j + s^2 k_j^T Sigma' k_j / 2      mu' = R mu, Sigma' = R Sigma R^T
     score_j = (mean over query heads of softmax(x)_j + epsilon) |v_j|
 
-with s the factor on logits.  The first tokens are no part of the softmax, and always stay.  The paper estimates mu and
-Sigma from the prompt, or once from other texts as it is done here.
+with s the factor on logits.  The softmax leaves out the first tokens, which always stay.  The paper estimates mu and
+Sigma from the prompt, or once from other texts, as here.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The pitfalls of KV cache compression (https://arxiv.org/abs/2510.00231): a policy that ranks all tokens together can
 evict most of one instruction and none of another.  Here tokens compete within their span alone.  The spans cover the
-text: one begins at each of the positions in `spans`, and one at its start.  Of n tokens that stay of T seen, the span
-from a to b gets floor(n b / T) - floor(n a / T), so that they add up to n.  If a span has fewer tokens than that, other
-spans take its places.
+text: one begins at each of the positions in `spans`, and one at its start.  If n of T seen tokens stay, the span
+from a to b gets floor(n b / T) - floor(n a / T), so that they add up to n.  If a span has fewer tokens than this, other
+spans get the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvpass.policies.types import State, Tokens
 class FairSpans:
     """The hooks by which a policy evicts, applied to one span after the other at prompts, chunks and compactions.
 
-    Between these, single tokens are evicted by the policy's own rule.
+    Between these events, single tokens are evicted by the policy's own rule.
     """
 
     policy: Policy
@@ -37,7 +37,7 @@ class FairSpans:
         for start, stop in itertools.pairwise((0, *self.policy.spans, INT64_MAX)):
             inside = (tokens.position >= start) & (tokens.position < stop)
             keep = keep | self._keep_latest(tokens, inside, _share(tokens, stop) - _share(tokens, start))
-        # Places left by spans with too few tokens; equal for all heads.
+        # The rest of the budget of spans with too few tokens; equal for all heads.
         missing = tokens.budget - keep.sum(-1, keepdim=True)
         return torch.where(exceeds, keep | self._keep_latest(tokens, ~keep, missing), tokens.live), {}
 

@@ -1,4 +1,4 @@
-"""Keep recent tokens and those of largest summed attention.
+"""Keep recent tokens and the tokens of largest summed attention.
 
 Heavy-hitter oracle (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference").
 https://arxiv.org/abs/2306.14048

@@ -1,6 +1,6 @@
 """Draw numbers without a generator: hashes of a position, a head, a seed and a round.
 
-A decode graph holds no state of a generator, and a row of a batch must draw what it draws alone.
+A decode graph has no generator state, and a row must draw the same numbers in a batch as alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Define gates of KV heads: how much a head needs the tokens between the first and the last ones.
+"""Define gates of KV heads: how much a head needs the tokens between the first and the last tokens.
 
-DuoAttention trains a gate for each KV head of a model; `kvpass gates` measures one, or reads a table of trained ones.
+DuoAttention trains a gate for each KV head of a model; `kvpass gates` measures one, or reads a table of trained gates.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class HeadGates(Weights):
         0 and 1 as well.
 
         Raises:
-            CalibrationError: the file cannot be read or is no such table.
+            CalibrationError: the file cannot be read or is not such a table.
         """
         try:
             lines = [line.split() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
             return HeadGates(architecture, torch.tensor([[float(x) for x in line] for line in lines]).clamp(0, 1))
         except (OSError, ValueError) as error:
             raise CalibrationError(
-                f"{os.fspath(path)} is no table of gates, which has a line for each layer and a number for each KV "
+                f"{os.fspath(path)} is not a table of gates, which has a line for each layer and a number for each KV "
                 f"head: {error}"
             ) from error

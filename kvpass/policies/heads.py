@@ -1,7 +1,7 @@
 """Reduce over the heads of a layer, number them, and gather values of every head.
 
 The heads of a layer may be sharded over processes; each process holds only its own heads.  Policies call these
-functions and need not know: in one process a call is a reduction over dimensions, in several one collective of the
+functions in both cases: in one process a call is a reduction over dimensions, in several one collective of the
 reduced tensor.
 
 Shapes: B rows, h KV heads of this process, H of the layer, G query heads per KV head, N tokens.
@@ -31,7 +31,7 @@ class HeadSharding:
         first_head: the index of this process's first KV head.
         heads: KV heads of the layer.
         world_size: the number of processes.
-        group: the name of their process group.
+        group: the name of the group of processes.
     """
 
     first_head: int
@@ -58,7 +58,7 @@ def reduce_heads(x: Tensor, reduction: Reduce, sharding: HeadSharding | None) ->
     if reduction == "median":
         return gather_heads(heads, sharding, 1).median(1, keepdim=True).values
     local = heads
-    if heads.shape[1] > 1:  # a mean that is one already is not copied
+    if heads.shape[1] > 1:  # a single head is its own mean, without a copy
         local = heads.mean(1, keepdim=True) if reduction == "mean" else heads.amax(1, keepdim=True)
     if sharding is None:
         return local

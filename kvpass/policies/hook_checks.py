@@ -57,7 +57,7 @@ def check_policy(instance: Any, policy: Any) -> None:
         hidden = [name for name in HOOKS if name in base.__dict__ and getattr(cls, name) is getattr(policy, name, None)]
         if hidden:
             raise PolicyError(
-                f"{cls.__qualname__}: the {hidden[0]!r} of {base.__qualname__} is hidden by that of {policy.__name__}: "
+                f"{cls.__qualname__}: the {hidden[0]!r} of {base.__qualname__} is hidden by {policy.__name__}'s: "
                 f"put {base.__qualname__} first among the bases"
             )
     statistics = getattr(cls, "statistics", ())
@@ -71,13 +71,13 @@ def check_policy(instance: Any, policy: Any) -> None:
             ignored = [name for name, given in annotated if "ClassVar" not in str(given) and name not in declared]
             if ignored:
                 raise PolicyError(
-                    f"{base.__qualname__}: {ignored[0]!r} is no option, as the class is no dataclass: put "
+                    f"{base.__qualname__}: {ignored[0]!r} is not an option, as the class is not a dataclass: put "
                     "@dataclasses.dataclass(frozen=True) before it"
                 )
     for field in dataclasses.fields(cls):
         if field.init and (field.compare if field.hash is None else field.hash):
             value = getattr(instance, field.name)
-            require(_is_hashable(value), field.name, value, "must be hashable: a tuple in place of a list or a dict")
+            require(_is_hashable(value), field.name, value, "must be hashable: a tuple instead of a list or a dict")
 
 
 def _is_hashable(value: Any) -> bool:
@@ -128,7 +128,7 @@ def _line(hook: Any, error: Exception | None = None) -> str:
 
 
 def _versions(hook_arguments: Sequence[Any], named: Mapping[str, Any]) -> list[int]:
-    """Return counters of the writes to tensors, also in fields of dataclasses; those of inference mode have none."""
+    """Return counters of the writes to tensors, also in fields of dataclasses; inference tensors have none."""
     values: Any = [
         vars(each) if dataclasses.is_dataclass(each) else each for each in (*hook_arguments, *named.values())
     ]
@@ -200,7 +200,7 @@ def _wrong_tensor(value: Any, kind: str, shape: tuple[Any, ...], fits: Callable[
 
 
 def _wrong_values(like: Tensor, is_wrong: Callable[[], Tensor], what: str) -> str:
-    """Describe wrong values of a result; those in compiled code, and on other devices than `cpu`, are not read."""
+    """Describe wrong values of a result; traced tensors, and tensors on other devices than `cpu`, are not read."""
     readable = not is_fake(like) and like.device.type == "cpu"
     return f"it returned {what}" if readable and bool(is_wrong().any()) else ""
 

@@ -3,7 +3,7 @@
 KV-Align ("Rectifying absolute position data in KV caches for streaming LLMs").
 
 The model's position ids count cached tokens: the query of the next token gets min(t, M).  A row that was computed at
-position p is at rank r < p once an earlier token has been evicted, and a small network repairs it:
+position p is at rank r < p after an earlier token was evicted, and a small network repairs it:
 
     (k, v) <- (k, v) + (E(r) - E(p)) S + f(k, v; E(p), E(r))     recipe "direct", from the model's own row
     k <- k + f_K([k; E(r); E_layer; E_head]), v likewise         recipe "paper" (its section on alignment)
@@ -13,7 +13,7 @@ next eviction.  Sinks, and rows at the positions at which they were computed, ar
 
 A prompt longer than the budget M restarts its positions for its last M tokens: they are numbered 0..M-1 and see nothing
 before them, as if only they had been given.  So they need no repair, and the first of them are the sinks of the
-conversation.  The tokens before them are predicted in windows of M of their own, and not cached.  A chunk attends to
+conversation.  The tokens before them are predicted in separate windows of M, and not cached.  A chunk attends to
 all cached tokens and causally to itself at the following positions, none above the aligner's window.  Then all tokens
 beyond the budget are evicted.
 
@@ -55,7 +55,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
     every: Positive = 1
     name = "kv_align"
     weights_class = Aligner
-    interval_refusal = "it repairs rows by a schedule of its own, `every`"
+    interval_refusal = "it repairs rows on its own schedule, `every`"
     keep_prompt_refusal = "a prompt longer than the budget restarts its positions for its last tokens"
     cache_positions_refusal = "kv_align numbers tokens itself"
     renumbers = True
@@ -88,7 +88,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
         if budget > window:
             raise BudgetError(
                 f"budget={budget} is a window that this aligner was not trained for: it knows positions up to "
-                f"{window}; take a smaller budget, or train one with --window {budget}"
+                f"{window}; take a smaller budget, or train an aligner with --window {budget}"
             )
 
     def last_position(self) -> int:
@@ -111,7 +111,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
     # State.
 
     def state(self) -> dict[str, torch.dtype]:
-        return {"made": torch.int64}  # the position at which the stored vector was computed or to which it was repaired
+        return {"made": torch.int64}  # the position at which the vector was computed, or for which it was repaired
 
     def row_state(self) -> dict[str, int | float]:
         return {"start": 0}  # the position of the first sink, where the window starts

@@ -28,7 +28,7 @@ class PeriodicEviction:
     def victim(self, tokens: Tokens) -> Tensor:
         """Return a free slot [B, H'].
 
-        A row has one unless the host missed a compaction, because it does not wait for a GPU to tell it which tokens
+        A row has a free slot unless the host missed a compaction, as it does not wait for a GPU to report which tokens
         are padding.  Then the oldest token that is not pinned is overwritten.
         """
         age = tokens.position

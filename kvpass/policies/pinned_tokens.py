@@ -1,4 +1,4 @@
-"""Pin tokens of prompts and chunks: those that a caller marks, or with `Policy.keep_prompt` all of them.
+"""Pin tokens of prompts and chunks: tokens that a caller marks, or with `Policy.keep_prompt` all of them.
 
 Pinned tokens are never evicted, and the policy works on the other tokens with the rest of the budget.  Pitfalls of KV
 cache compression (https://arxiv.org/abs/2510.00231) counts them inside the budget, which is the default here.
@@ -54,9 +54,9 @@ class Pins:
             PolicyError: the policy cannot have pins, or the call has another shape.
         """
         if policy.keep_prompt_refusal:
-            raise PolicyError(f"pin: means nothing for {policy.name!r}: {policy.keep_prompt_refusal}")
+            raise PolicyError(f"pin: has no effect under policy {policy.name!r}: {policy.keep_prompt_refusal}")
         if policy.divides_heads:
-            raise PolicyError(f"pin: not supported for {policy.name!r}, whose heads have budgets of their own")
+            raise PolicyError(f"pin: not supported for {policy.name!r}, whose heads have different budgets")
         if policy.spans:
             raise PolicyError(f"pin: spans={policy.spans} divide the budget already: pass either spans or pins")
         if self.mask.shape != (rows, query_len):
@@ -76,7 +76,7 @@ class PinnedTokens:
     policy: Policy
 
     def check(self, tokens: Tokens) -> None:
-        """Check that the pinned tokens of each row leave the policy what it needs.
+        """Check that the pinned tokens of each row leave the policy the budget that it needs.
 
         Raises:
             BudgetError: as from `check_pinned`.
@@ -91,7 +91,7 @@ class PinnedTokens:
         below, top = (
             (torch.finfo(score.dtype).max, torch.inf) if score.is_floating_point() else (INT64_MAX - 1, INT64_MAX)
         )
-        # A policy's score may be infinite itself; a pinned token must rank above it.
+        # A policy's own scores may be infinite; a pinned token must rank above them.
         return tokens.lowest(torch.where(_pinned(tokens), top, score.clamp(max=below)))
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
@@ -115,11 +115,11 @@ def _without_pinned(tokens: Tokens) -> Tokens:
 
 
 def check_pinned(policy: Policy, pinned: int, rest: int) -> None:
-    """Raise BudgetError if `pinned` tokens leave a `rest` of a budget that is less than the policy needs."""
+    """Raise BudgetError if the `rest` of a budget after the `pinned` tokens is less than the policy needs."""
     least = policy.minimum_budget()
     if rest < least:
         raise BudgetError(
             f"the budget is too small for {policy.name!r} with pinned tokens: {pinned} tokens are to stay, which "
             f"leaves {max(rest, 0)} of it for others, and {policy} needs at least {least}: raise the budget, pin fewer "
-            "tokens, or pass on_top=True with the pins to count them beside the budget"
+            "tokens, or pass on_top=True with the pins to count them in addition to the budget"
         )

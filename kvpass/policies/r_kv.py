@@ -1,9 +1,9 @@
 """Keep tokens of high attention whose keys are not repeated by others.
 
-R-KV ("R-KV: Redundancy-aware KV Cache Compression for Training-Free Reasoning Models Acceleration"), as its
-public code has it. https://arxiv.org/abs/2505.24133
+R-KV ("R-KV: Redundancy-aware KV Cache Compression for Training-Free Reasoning Models Acceleration"), as in its
+public code. https://arxiv.org/abs/2505.24133
 
-A row is compacted every `interval` tokens to B tokens.  The last `window` tokens stay, and of the older ones those of
+A row is compacted every `interval` tokens to B tokens.  The last `window` tokens stay, and the older tokens of
 highest
 
     Z = weight * I - (1 - weight) * R        for each KV head
@@ -16,7 +16,7 @@ last of the tokens that are similar to i (c_ij > 0.5): the latest of several rep
 `plain` is the variant that later papers compare with: nothing is forgiven, and importance is the softmax of each query
 head, averaged over the queries, the heads and `kernel` neighbours (zero beyond either end).
 
-A chunk is compacted like a prompt: the queries that vote are its own.
+A chunk is compacted like a prompt: its own queries vote.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RKV(Policy):
     Attributes:
         window: the number of queries that vote, and of last tokens that stay.
         kernel: the width of the pooling.
-        weight: of importance against redundancy.
+        weight: the weight of importance against redundancy.
         plain: the variant of later papers, which take window=64, kernel=5 and weight=0.5.
         official: a token without similar ones forgives the first token, as in the public code.
     """
@@ -98,11 +98,11 @@ class RKV(Policy):
     def _redundancy(self, unit: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the redundancy R [B, Hkv, N] of unit keys [B, Hkv, N, D], whose stored keys are of `dtype`.
 
-        The sum of cosines with all keys is one product with the sum of keys, from which forgiven ones are taken.
+        The sum of cosines with all keys is one product with the sum of keys, minus the forgiven ones.
         """
         total = ((unit.sum(2, keepdim=True) - unit) * unit).sum(-1)
         if not self.plain:
-            # Stored keys of bfloat16 are rounded as the products of all pairs then are, at a third of their time.
+            # Keys stored in bfloat16 are rounded like the products of all pairs, at a third of their time.
             last = last_similar(unit.to(dtype) if dtype == torch.bfloat16 else unit)
             forgiven = last.clamp(min=0)
             cosine = (unit * unit.gather(2, forgiven[..., None].expand_as(unit))).sum(-1)

@@ -2,7 +2,7 @@
 
 Each token gets a number when it arrives, a hash of its position, its KV head and `seed`; the highest numbers stay.  The
 survivors of any prefix are then a uniform sample of it, the newest token included.  Tokens of a chunk are hashed like
-those of a prompt.
+the tokens of a prompt.
 
 With `redraw` all cached tokens get new numbers whenever some are evicted, as in Random Attention
 (https://arxiv.org/abs/2609.03430).  A token then survives r compactions of K + n tokens to K with probability

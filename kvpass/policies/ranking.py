@@ -19,7 +19,7 @@ def highest_value(dtype: torch.dtype) -> float | int:
 
 
 def latest_of_least(score: Tensor, position: Tensor) -> Tensor:
-    """Return the slot [B, H'] of lowest score; of equals a free one, else the one with the latest token."""
+    """Return the slot [B, H'] of lowest score; of equal scores a free slot, else the latest token's."""
     least = score == score.amin(-1, keepdim=True)
     age = torch.where(position >= 0, position, INT64_MAX)
     return torch.where(least, age, -1).argmax(-1)
@@ -37,7 +37,7 @@ def slots_by_position(position: Tensor) -> Tensor:
 
 
 def keep_highest(score: Tensor, position: Tensor, count: int | Tensor) -> Tensor:
-    """Return bool [..., N]: the `count` live tokens of highest score; of equals, the earlier ones."""
+    """Return bool [..., N]: the `count` live tokens of highest score; of equal scores, the earlier ones."""
     order = slots_by_position(position)
     score = torch.where(position < 0, lowest_value(score.dtype), score).gather(-1, order)
     order = order.gather(-1, score.argsort(dim=-1, descending=True, stable=True))

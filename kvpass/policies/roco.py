@@ -1,4 +1,4 @@
-"""Keep recent tokens, and those of largest mean attention.
+"""Keep recent tokens, and the tokens of largest mean attention.
 
 Robust cache omission (Ren and Zhu, "On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language
 Model Inference"). https://arxiv.org/abs/2402.06262

@@ -5,7 +5,7 @@ https://arxiv.org/abs/2503.08879
 
 Once, at the end of the prompt of N tokens: sinks [0, S), candidates E = [S, N - 1 - R), recent tokens and the last one.
 Every QUERY head selects the k candidates of the last token's highest logits; a KV head keeps what its G query heads
-selected.  A budget of B is split S = B/4, k = B/(2G), R = the rest.  From then on the recent tokens are a ring: the
+selected.  A budget of B is split S = B/4, k = B/(2G), R = the rest.  Then the recent tokens become a ring: the
 oldest unselected token makes room for each new token, and nothing is scored.  If N <= B + 1 nothing is selected, and
 the first S + G k tokens stay, unless `select_at="overflow"` lets the first token that finds no free slot select.  A
 token that two heads selected needs one slot; the saved slots go to recent tokens.
@@ -58,9 +58,9 @@ class Sage(Policy):
     """The SAGE-KV policy.
 
     Attributes:
-        share: which of the tokens that the G heads of its KV head selected a query head sees: "union" all, "concat" all
+        share: which tokens a query head sees of those that its KV head's G heads selected: "union" all, "concat" all
             and a token as often as it was selected, "private" only its own.
-        refresh_interval: select again every so many tokens; None for never.
+        refresh_interval: select again after this number of tokens; None for never.
         sinks, top: S and k; None for the budget's split.  The rest is for recent tokens.
         select_at: "prompt_end", or "overflow": if a prompt fits, the token that finds no free slot selects, once.
     """
@@ -71,7 +71,7 @@ class Sage(Policy):
     top: Positive | None = None
     select_at: Literal["prompt_end", "overflow"] = "prompt_end"
     name = "sage"
-    interval_refusal = "it selects by a schedule of its own, `refresh_interval`"
+    interval_refusal = "it selects on its own schedule, `refresh_interval`"
     keep_prompt_refusal = "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
     shardable = "heads"
     heads = "kv"

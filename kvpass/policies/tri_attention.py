@@ -73,7 +73,7 @@ class TriAttention(CalibratedPolicy):
 def standardise(score: Tensor, among: Tensor) -> Tensor:
     """Return scores [..., N] minus their mean, over their standard deviation, both over `among` [..., N].
 
-    They are rounded, so that errors of sums decide no tie: of two tokens, each is the higher one for some query head.
+    They are rounded, so that rounding decides no tie: of two tokens, each has the higher score for some query head.
     """
     count = among.sum(-1, keepdim=True).clamp(min=1)
     apart = score - torch.where(among, score, 0.0).sum(-1, keepdim=True) / count

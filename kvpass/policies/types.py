@@ -17,15 +17,15 @@ State = dict[str, Tensor]
 Clock = tuple[int, ...]
 """Counts that the host keeps for one row; () before the first token."""
 _NONE: Any = None
-"""In place of a statistic that the policy does not list, so that policies need not check for None."""
+"""The value, typed as Any, of statistics that a policy does not list, so that policies need not check for None."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """Statistics of the newest queries' attention to each token; a field is None unless the policy lists it.
 
-    All fields except `scan` and `older_peak` are float32 [B, Hkv, G, N].  A decode step has one query, so its fields
-    coincide.
+    All fields except `scan` and `older_peak` are float32 [B, Hkv, G, N].  A decode step has a single query,
+    so `total`, `last` and `window` are equal.
 
     Attributes:
         total: probabilities summed over the queries.
@@ -102,9 +102,9 @@ class Tokens:
         return dataclasses.replace(self, state={**self.state, **changes})
 
     def lowest(self, score: Tensor) -> Tensor:
-        """Return the slot [B, H'] to overwrite next: a free one, else that of the token of lowest score.
+        """Return the slot [B, H'] to overwrite next: a free slot, else the slot of the token of lowest score.
 
-        If rows have different budgets, a row that holds more than its budget takes none of its free slots.
+        If rows have different budgets, a row with more tokens than its budget uses none of its free slots.
         """
         free: float | Tensor = lowest_value(score.dtype)
         if isinstance(self.budget, Tensor):  # a full row has free slots if another row's budget is larger

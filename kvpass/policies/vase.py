@@ -1,6 +1,6 @@
 """Keep the values of largest range, and a sample of the other tokens by attention.
 
-VaSE, as its public code has it. https://arxiv.org/abs/2606.03928
+VaSE, as in its public code. https://arxiv.org/abs/2606.03928
 
 A row is compacted every `interval` tokens to B tokens.  The last `recent` tokens stay, and K = B - recent of the older
 ones, for each KV head separately.  With `variant="attn"`:
@@ -9,7 +9,7 @@ ones, for each KV head separately.  With `variant="attn"`:
     a_j     = softmax of the last `recent` queries over the older tokens, averaged over the queries, over `kernel`
               neighbours (zero beyond either end), and over the G query heads of the KV head
 
-The `large` share of B stays that has the largest ranges.  The other places are a sample of the rest without
+The `large` share of B with the largest ranges stays.  The other kept tokens are a sample of the rest without
 replacement, in proportion to a_j: the highest a_j / x_j, where x_j is a draw from the exponential distribution.  Tokens
 without any attention come last, the newest of them first.
 
@@ -18,7 +18,7 @@ compaction from the normal distribution of variance 1/20, the same for all heads
 is read.
 
 Draws are hashes of `seed`, the number of tokens seen, the position and the head.  A chunk is compacted like a prompt:
-the queries that vote are its own.
+its own queries vote.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Vase(Policy):
 
     Attributes:
         variant: "attn" for ranges of values and attention, "dkv" for a sketch of keys and values.
-        sinks, recent: the first and the last tokens that always stay; as many queries vote as there are recent tokens.
+        sinks, recent: the first and the last tokens that always stay; the last `recent` queries vote.
         large: the share of the kept tokens that stay for the range of their values.
         kernel: the width of the smoothing.
         seed: any integer from 0 to 2**31 - 2.

@@ -1,9 +1,9 @@
 """Let the last queries before a compaction vote for the tokens that stay.
 
-The compaction is known in advance: it comes when a row holds one token more than its budget.  So are its candidates,
+The compaction is known in advance: it comes when a row has one token more than its budget.  So are its candidates,
 the tokens older than the last `window` ones.  A vote is the softmax of a query over the candidates, which is the
-query's own attention restricted to them and rescaled.  Summed over the steps in one number for each slot, votes equal
-those of stored queries at the compaction exactly.
+query's own attention restricted to them and rescaled.  The votes are summed over the steps, for each slot, and equal
+the sum of votes of stored queries at the compaction exactly.
 
 Queries of a prompt or chunk vote at its end (`Attention.older`), and not again at the next compaction.
 """

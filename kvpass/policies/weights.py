@@ -21,10 +21,10 @@ class Weights:
 
     Class attributes:
         key: the name of their format in the metadata of a file.
-        content: that of a file, for messages: "an aligner".
+        content: what a file contains, for messages: "an aligner".
         error: the class of errors.
-        option: the option of a policy that holds them, or the path of a file.
-        how: what that option holds and how to make it, for the error without it.
+        option: the option of a policy that takes the weights or the path of a file.
+        how: what to pass as the option and how to make it, for the error without the option.
         mismatch: the error for another model, with the fields `name`, `made` and `found`, and `weights` itself.
     """
 
@@ -88,7 +88,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyWithWeights(Policy, Generic[W]):
-    """Base class of policies with an option that holds weights W, or the path of a file of them.
+    """Base class of policies with an option that takes weights W, or the path of their file.
 
     Class attributes:
         weights_class: W; its `option` is the name of the option.
@@ -98,7 +98,7 @@ class PolicyWithWeights(Policy, Generic[W]):
     weights_class: ClassVar[type[Weights]]
 
     def __post_init__(self) -> None:
-        """Replace a path by the weights of its file; without weights it is an error of their class."""
+        """Replace a path by the weights of its file, or raise an error without weights."""
         super().__post_init__()
         kind = self.weights_class
         value = getattr(self, kind.option)

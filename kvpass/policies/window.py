@@ -1,4 +1,4 @@
-"""Keep the latest tokens, as many as the budget.
+"""Keep the latest tokens, up to the budget.
 
 The plain sliding window that papers on attention sinks compare with.  A chunk keeps its last tokens.
 """

@@ -22,7 +22,7 @@ class Token:
         pinned: whether the token is never evicted, because a caller pinned it or as a part of a prompt under
             `Policy.keep_prompt`.
         score: the policy's score.
-        notes: further state of the policy, by name.
+        notes: other state of the policy, by name.
     """
 
     position: int
@@ -79,7 +79,7 @@ def in_order(tokens: Iterable[Token]) -> list[Token]:
 
 
 def split_at(tokens: list[Token], position: int) -> tuple[list[Token], list[Token]]:
-    """Return the tokens before a position, and those from there on."""
+    """Return the tokens before a position, and the tokens from there."""
     return [t for t in tokens if t.position < position], [t for t in tokens if t.position >= position]
 
 
@@ -89,12 +89,12 @@ def highest_scored(tokens: list[Token], count: int, score: Callable[[Token], flo
 
 
 def neighbours(values: Sequence[float], kernel: int) -> list[Sequence[float]]:
-    """Return for each value the values around it, `kernel` of them except at either end."""
+    """Return for each value the values around it, `kernel` values except at either end."""
     return [values[max(0, n - kernel // 2) : n + kernel // 2 + 1] for n in range(len(values))]
 
 
 def share_of(count: int, share: float) -> int:
-    """Return a share of a count, rounded down; 0.29 of 100 is 29, though the float is a little less."""
+    """Return a share of a count, rounded down; 0.29 of 100 is 29, although the float is a little less."""
     return math.floor(Fraction(str(share)) * count)
 
 
@@ -102,7 +102,7 @@ class Reference:
     """The reference of a policy; one object serves all streams of a layer."""
 
     def __init__(self, policy: Any = None) -> None:
-        """Make the reference of a policy, whose options it reads; None if it reads none."""
+        """Make the reference of a policy, whose options it reads; None without options."""
         self.policy = policy
 
     def prepare(self, stream: HeadStream) -> None:
@@ -124,7 +124,7 @@ class Reference:
         """Update scores from new probabilities, float32 [queries, heads, tokens], without padding queries."""
 
     def rate(self, tokens: list[Token], stream: HeadStream) -> None:
-        """Give each token what `evict` compares, where probabilities are not enough, before any is evicted."""
+        """Give each token the value that `evict` compares, if probabilities are not enough, before any is evicted."""
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         """Return the tokens to keep in a stream that has more than its budget.
@@ -181,7 +181,7 @@ class DividedBudgets(Reference):
     """The reference of a policy that divides a layer's budget among its heads at the end of the first prompt."""
 
     def head_counts(self, row: list[HeadStream]) -> list[float]:
-        """Return how much each head of a row deserves of the budgets of its heads."""
+        """Return a score of each head of a row: higher scores get larger budgets."""
         raise NotImplementedError
 
     def keep_tokens(self, tokens: list[Token], stream: HeadStream) -> list[Token]:

@@ -21,7 +21,7 @@ class BuzzReference(Reference):
     def sizes(self, budget: int) -> tuple[int, int]:
         """Return the window w and the threshold T, by the parameter theorem.
 
-        Both are 1 + s - s / s', which also holds for another s' than the paper's.
+        Both are 1 + s - s / s', which is also true for another s' than the paper's.
         """
         s, window, threshold = self.policy.stride, self.policy.window, self.policy.threshold
         rest = budget - self.policy.sinks

@@ -1,4 +1,4 @@
-"""Transcribe `defensive_kv`: the worst case over late queries, and budgets of heads by what then wins."""
+"""Transcribe `defensive_kv`: the worst case over late queries, and budgets of heads by the tokens that win."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DefensiveKVReference(CriticalKVReference):
             tokens[n].notes["selected"] = True
 
     def smooth(self, row: list[float]) -> list[float]:
-        """Return a row averaged over neighbours, with the sum that it had."""
+        """Return a row averaged over neighbours, with the same sum."""
         averaged = [sum(some) / self.policy.kernel for some in neighbours(row, self.policy.kernel)]
         return [x * sum(row) / sum(averaged) if sum(averaged) else 0.0 for x in averaged]
 
@@ -51,7 +51,7 @@ class DefensiveKVReference(CriticalKVReference):
         return [won.count(stream.head) for stream in row]
 
     def safe_tokens(self, tokens: list[Token], most: int) -> list[Token]:
-        """Return the tokens of highest mean attention that have less than `mass` of it together."""
+        """Return the tokens of highest mean attention whose cumulative share is below `mass`."""
         by_mean = sorted(tokens, key=lambda token: (-token.notes["mean"], token.position))
         whole, share, found = sum(token.notes["mean"] for token in tokens), 0.0, []
         for token in by_mean[: max(most, 0)]:

@@ -1,4 +1,4 @@
-"""Transcribe `h2o`: keep the recent half; of the other tokens, evict those with the least accumulated attention."""
+"""Transcribe `h2o`: keep the recent half; of the other tokens, evict the ones with the least accumulated attention."""
 
 from __future__ import annotations
 

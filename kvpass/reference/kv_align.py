@@ -43,7 +43,7 @@ class KVAlignReference(Reference):
             moved = rank >= self.sinks and token.notes["made"] > rank and self.aligner.recipe != "nothing"
             while rank >= self.sinks and token.notes["made"] > rank:
                 target = rank
-                if self.aligner.recipe == "paper":  # the paper's network knows only steps of `every` positions
+                if self.aligner.recipe == "paper":  # the paper's network supports only steps of `every` positions
                     target += (token.notes["made"] - rank - 1) // self.every * self.every
                 token.key, token.value = self.align(token, target, stream.layer)
                 token.notes["made"] = target

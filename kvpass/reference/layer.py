@@ -91,10 +91,10 @@ class ReferenceLayer:
         """Add new tokens and evict.
 
         Args:
-            to_admit: the new tokens, with keys as they are stored; its `TokensToAdmit.attention` is ignored.
+            to_admit: the new tokens, with keys as stored; its `TokensToAdmit.attention` is ignored.
             probabilities: float32 [B, Hq, q, N + q] of the new tokens' queries over [cached, new].
             logits: likewise, before the softmax and the policy's bias.
-            part: the tokens are the first part of a longer chunk, so a single token is no decode step.
+            part: the tokens are the first part of a longer chunk, so a single token is not a decode step.
         """
         policy, count = self.layout.policy, to_admit.valid.shape[1]
         first_new = probabilities.shape[-1] - count
@@ -122,14 +122,14 @@ class ReferenceLayer:
     def attends_to_stored(self, count: int) -> bool:
         """Return whether `count` new tokens are attended to in their stored form, not in the model's.
 
-        That holds for a single token, unless a policy that defers eviction still keeps the whole prompt.
+        This is true for a single token, unless a policy that defers eviction still keeps the whole prompt.
         """
         budget = min(row[0].budget for row in self.streams)
         defers = self.layout.policy.defers and self.fed == 1 and self.length > budget
         return count == 1 and self.layout.kv_dtype is not None and self.fed > 0 and not defers
 
     def _token(self, stream: HeadStream, to_admit: TokensToAdmit, b: int, nth: int, column: int) -> Token:
-        """Return the token of a column [B, q] of a row, the `nth` real one of them."""
+        """Return the token of a column [B, q] of a row, the `nth` real token."""
         heads = self._heads(stream.head)
         key = self.stored(to_admit.key[b, heads, column].clone())
         value = self.stored(to_admit.value[b, heads, column].clone(), key=False)
@@ -185,15 +185,15 @@ def attend(
     cap: float | None = None,
     sink_logit: Tensor | None = None,
 ) -> Attended:
-    """Attend to cached and new tokens; a query that sees none has probabilities of zero.
+    """Attend to cached and new tokens; a query that sees no token has probabilities of zero.
 
     Args:
         query: [B, Hq, q, D], with the policy's `logit_scale`.
         keys, values: [B, Hkv, N, D] and [B, Hkv, N, Dv].
         mask: bool [B, Hq or 1, q, N].
         scale, cap, sink_logit: see `kvpass.capture.canonical.SiteFacts`.
-        policy_bias: that on the cached tokens, the first of the N, see `ReferenceLayer.bias`.
-        bias: the model's, like the mask.
+        policy_bias: the bias on the cached tokens, the first of the N, see `ReferenceLayer.bias`.
+        bias: the model's bias, like the mask.
     """
     logits = _logits(query, keys, mask, bias, scale, cap)
     biased = logits

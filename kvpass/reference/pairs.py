@@ -1,4 +1,4 @@
-"""Read rotary pairs of a calibration as complex numbers, for the references of policies that have one."""
+"""Read rotary pairs of a calibration as complex numbers, for the references of policies with a calibration."""
 
 from __future__ import annotations
 

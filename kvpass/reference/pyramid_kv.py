@@ -1,4 +1,4 @@
-"""Transcribe `pyramid_kv`: `snapkv`, as only the budgets of layers differ."""
+"""Transcribe `pyramid_kv`: `snapkv`, because only the budgets of layers differ."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class RKVReference(VotingReference):
             id(token): weight * importance - (1 - weight) * token.notes["redundancy"]
             for token, importance in zip(older, pooled, strict=True)
         }
-        newer = newer[:budget]  # of a span of the text, whose share may be less than the window
+        newer = newer[:budget]  # in a span of the text, whose share may be less than the window
         return in_order(newer + highest_scored(older, budget - len(newer), lambda token: score[id(token)]))
 
     def pool(self, values: list[float]) -> list[float]:

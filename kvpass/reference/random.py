@@ -30,7 +30,7 @@ class RandomReference(Reference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         seed = seed_of_round(self.policy.seed, seen) if self.policy.redraw else self.policy.seed
         older, newer = split_at(tokens, seen - self.policy.recent)
-        newer = newer[:budget]  # of a span of the text, whose share may be less than the recent tokens
+        newer = newer[:budget]  # in a span of the text, whose share may be less than the recent tokens
         return in_order(
             highest_scored(older, budget - len(newer), lambda token: draw(seed, token.position, head)) + newer
         )

@@ -25,7 +25,7 @@ class SnapKVReference(Reference):
             tokens[n].notes["selected"] = True
 
     def parts(self, tokens: list[Token], seen: int) -> tuple[list[Token], list[Token], list[Token]]:
-        """Return the window, the selected tokens before it, and others of the ring, the latest first."""
+        """Return the window, the selected tokens before it, and the other tokens of the ring, the latest first."""
         window = [token for token in tokens if token.position >= seen - self.policy.window]
         others = [token for token in tokens if token not in window]
         ring = sorted((token for token in others if "selected" not in token.notes), key=lambda token: -token.position)

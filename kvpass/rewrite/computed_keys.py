@@ -1,13 +1,13 @@
 """Cut out the computation of keys and values from cached vectors, as in multi-head latent attention.
 
-The cache of such a layer holds a latent vector and a shared key for each token, and the model computes the keys and
+The cache of such a layer stores a latent vector and a shared key for each token, and the model computes the keys and
 values of all heads from them.  This subgraph is cut out and applied to slots when they are read, under `vmap` as in
 `kvpass.rewrite.mask_subgraph`.  The slots hold the cached vectors and are no larger.
 
 A mask may also be computed from cached vectors, for example a bias for each key that is computed from its value.  The
 tensors that such a mask reads from the vectors of one token, its *key features*, are cut out with the keys and values.
 
-In general it is unknown which query heads read which part of such a cache.  All its heads therefore keep the same
+In general it is unknown which query heads read which part of such a cache.  So all its heads keep the same
 tokens: they are joined into one head.
 """
 
@@ -53,7 +53,7 @@ class ComputedKeys:
     heads: int
 
     def on_slots(self, key: Tensor, value: Tensor, bound: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Compute what attention reads from slots [B, 1, N, h * D'] and [B, 1, N, h * Dv'].
+        """Compute keys, values and features from slots [B, 1, N, h * D'] and [B, 1, N, h * Dv'].
 
         Returns:
             Keys [B, Ha, N, D], values [B, Ha, N, Dv], and the key features, each [N, ...].
@@ -82,7 +82,7 @@ def cut_computed_keys(
     if not site.length_symbols:
         raise UnsupportedGraph(
             f"{walk.source_line(site.call)}: the model's code compares the cache's length with a number, so its "
-            "graph serves only one length; a sparse index and a window over such a cache do that"
+            "graph serves only one length; this happens with a sparse index or a window over such a cache"
         )
     results, stored = [*site.attended, *key_features], [site.grown_key, site.grown_value]
     subgraph = alias.dependents(alias.ancestors_with_writes(results, stored, site.call), stored) - set(stored)
@@ -126,7 +126,7 @@ def _check_per_token(node: fx.Node, tokens: _TokenAxis) -> None:
     counts = [] if walk.is_size(node) else filter(tokens.counts, node.all_input_nodes)
     if not all(op_table.uses_only_as_size(node, each) for each in counts):
         raise UnsupportedGraph(
-            f"{walk.source_line(node)}: keys or values are computed from the number of keys, which is another one "
+            f"{walk.source_line(node)}: keys or values are computed from the number of keys, which is different "
             "on slots"
         )
     if not isinstance(example_value(node), torch.Tensor):

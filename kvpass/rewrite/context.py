@@ -64,7 +64,7 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True)
 class RotaryResults:
-    """The rotary embeddings of keys: the result of `rank_positions`, empty if keys are stored as they are attended to.
+    """The rotary embeddings of keys: the result of `rank_positions`, empty if keys are stored as attention reads them.
 
     Attributes:
         subgraphs, raw_keys: for each layer, its embedding as a function, and the keys before it.
@@ -115,10 +115,10 @@ class StepContext(StepGraph):
 
     Each of the others is set by one pass, and cannot be read before it:
         policy_weights, lengths, rotations, attention, outputs: see their classes.
-        write_indices: of `copy_write_indices`, for each layer a copy of the index of the slot that it writes to; empty
+        write_indices: by `copy_write_indices`, for each layer a copy of the index of the slot that it writes to; empty
             if none is needed.
-        host_checks: of `drop_growing_outputs`, the calls that check tensors which grow; they have left the graph.
-        valid_output: of `move_counters_to_caller`, bool [B, 1], which tokens are real; None if the graph counts tokens.
+        host_checks: by `drop_growing_outputs`, the calls that check tensors which grow; they have left the graph.
+        valid_output: by `move_counters_to_caller`, bool [B, 1], which tokens are real; None if the graph counts tokens.
     """
 
     policy_weights: PolicyWeights

@@ -13,7 +13,7 @@ def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
     """Return a graph of the outputs, inputs and checks that read all tokens, or None.
 
     Args:
-        gather_from: further nodes to compute, from which entries are gathered.
+        gather_from: other nodes to compute, from which entries are gathered.
 
     Raises:
         UnsupportedGraph: such a value needs attention or the cache, or its computation writes to an input.

@@ -40,7 +40,7 @@ class GatheredInput:
 
 
 class AddedInputs:
-    """Create the further placeholders of a step graph on demand, each once.
+    """Create the other placeholders of a step graph on demand, each once.
 
     Attributes:
         columns: for Dynamo's placeholders, the inputs with the columns of the new tokens.

@@ -1,7 +1,7 @@
 """Evaluate the model's own mask on slots.
 
 No formula is recognised.  The subgraph that computes the mask from the key index is cut out and evaluated under `vmap`.
-Inside, every slot looks like the one key that was traced, so sizes that the model's code spells out stay valid.
+Inside, every slot looks like the one key that was traced, so numeric sizes in the model's code stay valid.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class MaskSubgraph:
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], key_features: list[Tensor]
     ) -> Tensor:
-        """Return the mask of slots, [B, Hkv or 1, G or 1, q, N]; padding counts as absent.
+        """Return the mask of slots, [B, Hkv or 1, G or 1, q, N]; padding counts as missing.
 
         Args:
             index, position: int64 [B, H', N], in the padded sequence and among the real tokens.
@@ -95,7 +95,7 @@ class MaskSubgraph:
         valid = [torch.ones(p.shape, dtype=example_value(p.node).dtype, device=index.device) for p in self.padding]
 
         def mask_of_slot(index: Tensor, position: Tensor, *values: Tensor) -> Tensor:
-            index = index.clamp(min=0)[None]  # free slots look up something too
+            index = index.clamp(min=0)[None]  # free slots also need a valid index
             own_entries = [x.unsqueeze(entry.axis) for entry, x in zip(self.entries, values[:count], strict=True)]
             inputs = (index - first, position[None, None] + 1, *valid, *own_entries, *values[count:])
             mask: Tensor = self.subgraph.run(*inputs, *bound)
@@ -111,9 +111,9 @@ class MaskSubgraph:
 
 
 def _entries_of_slots(entries: Tensor, index: Tensor, length: Tensor, query_len: int) -> Tensor:
-    """Select the entries of slots [B, H', N, ...] among those [B, H', C + q, ...].
+    """Select the entries of slots [B, H', N, ...] among entries [B, H', C + q, ...].
 
-    A chunk is attended to besides the slots, N = C + q.  A single token is written to one of them, N = C.
+    A chunk is attended to in addition to the slots, N = C + q.  A single token is written to one of them, N = C.
     """
     if index.shape[-1] == entries.shape[2]:
         return entries
@@ -160,7 +160,7 @@ def cut_mask(step_gm: fx.GraphModule, mask: fx.Node, sizes: SizeResolver, contex
 
 
 def _key_features(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], index_nodes: list[fx.Node]) -> list[fx.Node]:
-    """Return the last tensors on the way to a mask that depend on stored vectors and on no key index."""
+    """Return the last tensors on the way to a mask that depend on stored vectors and no key index."""
     subgraph = walk.ancestors(mask, stored) | set(stored)
     stored_only = alias.dependents(subgraph, stored) - alias.dependents(subgraph, index_nodes)
     stored_only = {node for node in stored_only & subgraph if walk.is_tensor(node)}
@@ -177,7 +177,7 @@ def check_not_overwritten(
     Args:
         moved: the nodes that are copied.
         behind: all nodes that the result is computed from.
-        alias_sets: those of the graph.
+        alias_sets: the alias sets of the graph.
 
     Raises:
         UnsupportedGraph: a node writes to the memory of `moved`, or after `result` to the memory of `behind`.
@@ -186,7 +186,7 @@ def check_not_overwritten(
         if writer is not None:
             raise UnsupportedGraph(
                 f"{walk.source_line(writer)}: {walk.target_name(writer)!r} writes in place to what an attention mask "
-                "or a rotary embedding is computed from, and such a computation cannot be moved onto slots"
+                "or a rotary embedding is computed from, so the computation cannot be moved onto slots"
             )
 
 
@@ -294,7 +294,7 @@ class _KeyCutter:
         return self.graph.placeholder(node.name)
 
     def _entry(self, node: fx.Node, axis: int) -> fx.Node:
-        """Add an input with each slot's entry in a tensor that has one for every token."""
+        """Add an input with each slot's entry of a tensor that has an entry for every token."""
         self.entries.append(self.entry_of(node, axis))
         return self.graph.placeholder(node.name)
 
@@ -312,7 +312,7 @@ class _KeyCutter:
     def _precompute(self, node: fx.Node, axis: int | None) -> fx.Node:
         """Precompute a node on the host, from the arguments of the call."""
         if node.op == "placeholder":
-            self._refuse(node, f"the mask is computed from {node.name!r}, which grows and has no entry for each token")
+            self._refuse(node, f"the mask is computed from {node.name!r}, which grows without an entry for each token")
         problem = f"the attention mask is computed by {walk.target_name(node)!r}, not proven to treat keys one by one"
         if node in self.on_features:
             self._refuse(node, f"{problem}, from cached vectors")
@@ -334,7 +334,7 @@ class _KeyCutter:
             return self._padded_lookup(node)
         for parent in node.all_input_nodes:
             if self._has_key_count(parent) and not op_table.uses_only_as_size(node, parent):
-                self._refuse(node, "a mask is computed from the number of keys, which is another one on slots")
+                self._refuse(node, "a mask is computed from the number of keys, which is different on slots")
             self.copy(parent)
         env = dict(self.env)
         if by_own_index:  # the copy of the tensor has one entry
@@ -356,7 +356,7 @@ class _KeyCutter:
         if not isinstance(indices, tuple) or len(indices) != example_value(x).ndim or not walk.is_tensor(indices[-1]):
             self._refuse(node, "a padded tensor is not indexed by the key index")
         if [*arguments["pad"][:1]] != [0] or any(arguments["pad"][2:]):
-            self._refuse(node, "a tensor is padded elsewhere than at its end")
+            self._refuse(node, "a tensor is not padded at its end")
         *other_indices, last = (self.copy(p) if isinstance(p, fx.Node) else p for p in indices)
         count = self.sizes.resolved_size(example_value(x).shape[-1])
         end = count - 1

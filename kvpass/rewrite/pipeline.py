@@ -1,4 +1,4 @@
-"""Run the passes that turn a step graph into one on slots, in which no size grows."""
+"""Run the passes that turn a step graph into a graph on slots, in which no size grows."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class StepRewrite:
 
     Attributes:
         rewritten_gm: takes the slots' tensors of every layer, the `policy_weights`, then `columns`, `entries`, the
-            `host_inputs`, and the `inputs`; None once it is compiled.
+            `host_inputs`, and the `inputs`; None after it is compiled.
         dynamic, examples: sizes that may differ between calls, and fake arguments with them; None if there are none.
         policy_weights: the policy's own tensors, on the device of the slots.
         inputs: indices of Dynamo's arguments that the graph still takes.
-        loose_inputs: those of `inputs` whose strides may change from call to call.
+        loose_inputs: the `inputs` whose strides may change from call to call.
         columns: indices of Dynamo's arguments; the graph takes the new tokens' columns of each.
         query_len: q; it and `lengths` may be dynamic sizes, see `with_numbers`.
         entries: inputs with an entry for each slot's token.
@@ -162,7 +162,7 @@ def rewrite_step(
 
 
 def _with_line(each: Pass, step: StepContext) -> PassRecord:
-    """Run a pass; a refusal that names no line of the user's code gets that of the first attention call."""
+    """Run a pass; a refusal without a line of the user's code gets the line of the first attention call."""
     try:
         return each(step)
     except UnsupportedGraph as refusal:
@@ -180,8 +180,8 @@ def _loose_inputs(step: StepContext, inputs: Sequence[int]) -> set[int]:
     writers = alias.writers_to({step.placeholders[index] for index in result})
     if writers:
         raise UnsupportedGraph(
-            f"{walk.source_line(writers[0])}: writes in place to an input whose sizes change from call to call, of "
-            "which a step gets a copy: return the new values instead"
+            f"{walk.source_line(writers[0])}: writes in place to an input whose sizes change from call to call; "
+            "a step gets a copy of it, so return the new values instead"
         )
     return result
 

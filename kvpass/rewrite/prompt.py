@@ -48,11 +48,11 @@ class LayerOutputs:
 
 @dataclasses.dataclass(frozen=True)
 class PromptRewrite:
-    """A prompt graph with further outputs.
+    """A prompt graph with added outputs.
 
     Attributes:
-        rewritten_gm: the rewritten graph; None once it is compiled.
-        outputs: of each layer.
+        rewritten_gm: the rewritten graph; None after it is compiled.
+        outputs: the added outputs of each layer.
         calls: for each attention call and each log-sum-exp, by its name, the node of its result.
     """
 
@@ -86,7 +86,7 @@ class PromptRewriteInput:
 
 
 def rewrite_prompt(call: PromptRewriteInput) -> PromptRewrite:
-    """Add the outputs that the policies need to a prompt graph; its own computation stays as it is.
+    """Add the outputs that the policies need to a prompt graph; its own computation stays unchanged.
 
     A policy that renumbers also changes the computation, for prompts beyond its budget.
     """

@@ -1,7 +1,7 @@
 """Find the nodes that read position ids, for policies that renumber cached tokens (`Policy.renumbers`).
 
-Lookups in tables of learned positions and rotary embeddings read position ids.  In a step both get the model's own ids
-minus the number of evicted tokens of the row (`kvpass.rewrite.passes.positions`).  In a prompt they get positions in
+Lookups in tables of learned positions and rotary embeddings read position ids.  In a step both read the model's own ids
+minus the number of evicted tokens of the row (`kvpass.rewrite.passes.positions`).  In a prompt they read positions in
 windows (`kvpass.rewrite.prompt`).  So any offset that a model adds stays right, and ids do not change before a token is
 evicted.
 """
@@ -48,7 +48,7 @@ def find_readers(
     """Return all nodes that read position ids.
 
     A lookup reads them if its index is computed by counting, or comes from a single integer input whose value fits
-    position ids.  Tables that other operations also read, or whose length is the width of an output, hold words.
+    position ids.  Tables that other operations also read, or whose length is the width of an output, contain words.
 
     Args:
         argument_of: the value of each placeholder in this call.
@@ -119,7 +119,7 @@ def fits_prompt(ids: Tensor) -> bool:
 def fits_step(seen: Tensor, length: Tensor) -> Plausible:
     """Return a check for position ids of new tokens, from `seen` and `length` [B].
 
-    Each row must start between `seen` - 1 and `length`, and each entry is the one before or the next number.
+    Each row must start between `seen` - 1 and `length`, and each entry equals the entry before or is one more.
     """
 
     def fits(ids: Tensor) -> bool:
@@ -152,5 +152,5 @@ def window_mask(mask: Tensor | None, causal: bool, valid: Tensor, size: int | Te
         return same_window
     if mask.dtype == torch.bool:
         return mask & same_window
-    # the lowest number instead of -inf, as a row of -inf alone becomes NaN in the softmax
+    # the lowest number instead of -inf, because a row of only -inf becomes NaN in the softmax
     return torch.where(same_window, mask, torch.finfo(mask.dtype).min)

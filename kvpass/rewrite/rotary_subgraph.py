@@ -1,7 +1,7 @@
 """Evaluate the model's own rotary embedding on slots.
 
 No formula is recognised.  The subgraph that computes the cached key from positions is cut out and evaluated under
-`vmap`.  Inside, every slot looks like the one traced key, so sizes that the model's code spells out stay valid.
+`vmap`.  Inside, every slot looks like the one traced key, so numeric sizes in the model's code stay valid.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class RotarySubgraph:
                 _is_close(self.rotate.run(_key(keys, index), *narrowed, *rest), _key(rotated, index))
                 for index in (0, -1)
             )
-        except (RuntimeError, IndexError):  # it spells sizes out, or needs indices and not random numbers
+        except (RuntimeError, IndexError):  # it has numeric sizes, or needs indices and not random numbers
             return None
         return dims if equal else None
 
@@ -295,7 +295,7 @@ def cut_rotaries(
     sizes: SizeResolver,
     alias_sets: alias.AliasSets,
 ) -> list[RotarySubgraph]:
-    """Cut out the rotary embeddings of the keys of some sites; `alias_sets` are those of the graph.
+    """Cut out the rotary embeddings of the keys of some sites; `alias_sets` are the graph's.
 
     Raises:
         UnsupportedGraph: an embedding uses the cache's length as a size, or a subgraph is overwritten in place.
@@ -304,7 +304,7 @@ def cut_rotaries(
 
 
 def for_one_key(cuts: Sequence[RotarySubgraph]) -> list[RotarySubgraph]:
-    """Return subgraphs for one row and query if random keys are rotated independently, else as they are.
+    """Return subgraphs for one row and query if random keys are rotated independently, else unchanged.
 
     Rotating all rows at the positions of each row costs the square of the rows, times the new tokens, unless a compiler
     removes the results that nothing reads.
@@ -346,7 +346,7 @@ def _spec_of(node: fx.Node, sizes: SizeResolver) -> Spec:
 
 
 def _angles(subgraph: set[fx.Node], rotary: Rotary, alias_sets: alias.AliasSets) -> list[fx.Node]:
-    """Return the tensors of a rotation that depend on positions alone and with which the key is rotated."""
+    """Return the tensors of a rotation that depend on positions alone and rotate the key."""
     on_position = alias.dependents(subgraph, [rotary.position], alias_sets)
     on_key = alias.dependents(subgraph | {rotary.raw}, [rotary.raw], alias_sets)
     return sorted(n for n in on_position - on_key if any(user in on_key for user in n.users))

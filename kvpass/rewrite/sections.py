@@ -55,7 +55,7 @@ class SectionInterpreter(fx.Interpreter):
 
 
 class PaddedSections(fx.Interpreter):
-    """Interpret a graph with sums of padded tensors in place of concatenations.
+    """Interpret a graph with sums of padded tensors instead of concatenations.
 
     The rule of torch.vmap for concatenation reads sizes as numbers, which dynamic sizes do not have.
     """

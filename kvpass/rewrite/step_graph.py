@@ -29,7 +29,7 @@ class PaddingInputs:
 
     Attributes:
         by_layer: for each layer, the inputs that mark padding in all masks on its cache.
-        known: the inputs whose entry is known to be one for every cached token.
+        known: the inputs whose entry is known to be 1 for every cached token.
     """
 
     by_layer: tuple[tuple[fx.Node, ...], ...]
@@ -47,7 +47,7 @@ class StepRewriteInput:
 
     Attributes:
         canonical_gm, sites: the graph, which is not modified, and its attention on caches.
-        layouts, slots: of each layer.
+        layouts, slots: the layout and the slots of each layer.
         arguments: Dynamo's arguments.
         sizes: the values of the graph's symbols in this call.
         length: the number of tokens before this call, padding included.
@@ -90,7 +90,7 @@ class StepGraph:
         decodes: whether one token is written to a free slot; a chunk is not written by the graph.
         stores_unrotated_keys: whether keys are stored before their rotary embedding and numbered by rank.
         slot_inputs: for each layer, the placeholders of its slots' tensors, in the order of `Slots.names`.
-        new_inputs: all of these placeholders, and those of the policy's own tensors.
+        new_inputs: all these placeholders, and the placeholders of the policy's own tensors.
         length: int64 without dimensions, the number of tokens seen, padding included.
         size_nodes: the nodes of sizes that stay dynamic.
     """
@@ -142,7 +142,7 @@ class StepGraph:
         found = example_value(node) if walk.is_size(node) else "a tensor that grows with it"
         raise UnsupportedGraph(
             f"{walk.source_line(node)}: {walk.target_name(node)!r} still depends on the length of the cache ({found}); "
-            "it is not a mask, a rotary embedding or position arithmetic that kvpass can express on slots"
+            "kvpass supports this only in attention masks, rotary embeddings and position arithmetic"
         )
 
     def shape(self, node: fx.Node) -> tuple[Any, ...]:
@@ -190,7 +190,7 @@ class StepGraph:
     def trace(self, function: Callable[..., Any], nodes: list[fx.Node], layer: int | None = None) -> fx.GraphModule:
         """Trace a function of the values of nodes, for `splice`.
 
-        Dynamic sizes become inputs as well, because the function may read them elsewhere: those of `layer` if it is
+        Dynamic sizes become inputs as well, because the function may read them elsewhere: the sizes of `layer` if it is
         given.
         """
         count, inputs = len(nodes), [*nodes, *self.size_nodes.for_layer(layer)]

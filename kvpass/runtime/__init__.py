@@ -1,1 +1,1 @@
-"""Run prompts and steps in place of Dynamo's graphs, and choose the compiled variant for each call."""
+"""Run prompts and steps instead of Dynamo's graphs, and choose the compiled variant for each call."""

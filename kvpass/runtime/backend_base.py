@@ -82,7 +82,7 @@ class BackendBase:
         return (self.positions or self.policy.positions) == "cache"
 
     def keeps_operands(self, policies: Sequence[Policy]) -> bool:
-        """Return whether prompts return what their statistics are made of, to admit a part again after a crop."""
+        """Return whether prompts return the operands of their statistics, to admit a part again after a crop."""
         return self.crop > 0 and any(policy.statistics for policy in policies)
 
     def time_section(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -93,7 +93,7 @@ class BackendBase:
         """Record the result of the validation of a rewritten graph, and warn if there is none."""
         if done.skipped is not None:
             message = (
-                f"the rewritten {graph} of this model was not compared with the model's own, as that was not possible: "
+                f"the rewritten {graph} of this model could not be compared with the model's own: "
                 f"{done.skipped}. Pass validate=False if you have compared them"
             )
             warnings.warn(message, KVPassWarning, stacklevel=2)
@@ -108,7 +108,7 @@ class BackendBase:
     def compile_prompt(
         self, rewritten_gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node] = ()
     ) -> Callable[..., Any]:
-        """Compile a prompt graph; `layers` has one node of each layer, or none to compile the graph whole."""
+        """Compile a prompt graph; `layers` has one node of each layer, or none to compile the graph as a whole."""
         with self.time_section("compiler"):
             return self._compile_inner(rewritten_gm, examples, {}, _prepare_prompt_graph, layers)
 
@@ -123,7 +123,7 @@ class BackendBase:
         layers, exchangeable = layer_dedup.readers_of_slots(rewritten_gm), sizes.exchangeable if sizes else frozenset()
         settings = self._step_settings(stores_unrotated_keys) | ({} if sizes else inductor.NO_SIZE_CHECKS)
         if self.inner == "inductor" and inductor.on_cpu(examples):
-            _ = Processor.here().has_row_kernel  # may compile a product, which cannot be done while Inductor compiles
+            _ = Processor.here().has_row_kernel  # may compile a product, which is impossible while Inductor compiles
         with self.time_section("compiler"):
             return self._compile_inner(rewritten_gm, examples, settings, _prepare_step_graph, layers, exchangeable)
 

@@ -33,8 +33,8 @@ def grow_for(caches: list[LayerCache], query_len: int) -> None:
             continue
         if layout.policy is backend.policy and backend.budget is not None:
             raise BudgetError(
-                f"policy {layout.policy.name!r} keeps every token and its budget of {layout.budget} is full; "
-                "give it more, or none, or choose a policy that evicts"
+                f"policy {layout.policy.name!r} keeps every token and its budget of {layout.budget} is full: "
+                "raise the budget, leave it out, or choose a policy that evicts"
             )
         capacity = slots_for(layout.policy, None, cache.length + query_len)
         change_layout(cache, budget=capacity, capacity=capacity)
@@ -42,7 +42,7 @@ def grow_for(caches: list[LayerCache], query_len: int) -> None:
 
 
 def equalize_layouts(one: LayerCache, other: LayerCache) -> None:
-    """Give one layer of two conversations the same state, and the larger of both capacities if that may vary."""
+    """Give one layer of two conversations the same state, and the larger of both capacities if it may vary."""
     layouts = (one.layout, other.layout)
     pins, rows = any(layout.pins for layout in layouts), any(layout.row_budgets for layout in layouts)
     most = max(layout.capacity for layout in layouts)
@@ -52,7 +52,7 @@ def equalize_layouts(one: LayerCache, other: LayerCache) -> None:
 
 
 def change_layout(cache: LayerCache, **changes: Any) -> None:
-    """Change fields of a cache's layout: its capacity, which may only grow, or what its state holds."""
+    """Change fields of a cache's layout: its capacity, which may only grow, or the entries of its state."""
     layout, slots = dataclasses.replace(cache.layout, **changes), cache.slots
     if layout == cache.layout:
         return
@@ -75,7 +75,7 @@ def admit_chunk(cache: LayerCache, chunk: TokensToAdmit, into: AnySlots | None) 
 def longer_placeholder(past: Tensor, dim: int, count: int) -> Tensor:
     """Return a NaN placeholder for `past` that is `count` longer along `dim`.
 
-    The placeholder is an expanded scalar without storage of its own, because no graph may read its values.
+    The placeholder is an expanded scalar without memory for its elements, because no graph may read its values.
     """
     shape = list(past.shape)
     shape[dim] += count

@@ -33,7 +33,7 @@ PADDING_BETWEEN = (
     "tokens, or pass positions='absolute'"
 )
 OTHER_STARTS = (
-    "the model makes position ids of its own for several rotary embeddings, which start at different ids in a row, but "
+    "the model itself makes position ids for several rotary embeddings, which start at different ids in a row, but "
     "a cached token has one rank for all of them: use positions='absolute'"
 )
 OTHER_ANGLES = (
@@ -81,7 +81,7 @@ class PositionCheck:
         return first_ids if own is None else own
 
     def continues(self, arguments: tuple[Any, ...], valid: Tensor, first_ids: Tensor | None, seen: Tensor) -> Tensor:
-        """Return whether the ids of a step continue those of each row's earlier real tokens; a bool on the device.
+        """Return whether a step's ids continue the ids of each row's earlier real tokens; a bool on the device.
 
         Args:
             valid: bool [B, q], False for padding.
@@ -175,7 +175,7 @@ class StepVerifier:
     def check_caches_match_layers(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
         """Check that each cache belongs to the layer that reads it, and has the prompt's window.
 
-        A layer is known by the tensors that project its keys, for models whose layers are graphs of their own.
+        A layer is known by the tensors that project its keys, for models whose layers are separate graphs.
 
         Raises:
             CacheHandleError: a cache is of another layer or model, or its heads are sharded differently.
@@ -210,7 +210,7 @@ class StepVerifier:
             valid: returns bool [B, q], False for padding.
 
         Raises:
-            UnsupportedGraph: the ids do not continue those of earlier tokens.
+            UnsupportedGraph: the ids do not continue the ids of earlier tokens.
         """
         if not cache.layout.stores_unrotated_keys:
             return
@@ -222,7 +222,7 @@ class StepVerifier:
             raise UnsupportedGraph(self._positions.refusal)
 
     def check_rotation(self, cache: LayerCache, arguments: tuple[Any, ...], sizes: Callable[[], SizeResolver]) -> None:
-        """Check that this graph rotates keys as the graph did that cached them, up to rounding.
+        """Check that this graph rotates keys like the graph that cached them, up to rounding.
 
         The check is for cache positions, where keys are rotated when they are read.
 
@@ -236,7 +236,7 @@ class StepVerifier:
             return
         if rotated is None or not _are_equal_rotations(rotated, cache.rotated_key, cache.layout.dtype):
             raise UnsupportedGraph(f"{walk.source_line(self._sites[0].call)}: {OTHER_ANGLES}")
-        cache.equal_rotated_key = rotated  # compared with the prompt's, as small differences would add up
+        cache.equal_rotated_key = rotated  # compared with the prompt's, because small differences would add up
 
 
 def _are_equal_rotations(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
@@ -249,7 +249,7 @@ def describe_wrong_mask(
 ) -> str | None:
     """Describe an attention mask whose number of columns is not `tokens`; return None if all masks fit.
 
-    An encoder's mask, which no self-attention reads, has columns of its own.
+    An encoder's mask, which no self-attention reads, has other columns.
     """
     masks = {each.mask for site in sites for each in site.attention_calls if isinstance(each.mask, fx.Node)}
     reads = {node for mask in masks for node in walk.ancestors(mask)}
@@ -258,7 +258,7 @@ def describe_wrong_mask(
             continue
         if isinstance(argument, Tensor) and argument.ndim == 2 and argument.shape[1] != tokens:
             return (
-                f"attention_mask has {argument.shape[1]} columns, {tokens} are needed: one for each token that the "
+                f"attention_mask has {argument.shape[1]} columns, but needs {tokens}: one for each token that the "
                 "cache has seen and for each new one"
             )
     return None

@@ -43,7 +43,7 @@ def tick(
 
 
 def clock_of(layout: Layout, clock: Clock, new: int, budget: int) -> Clock:
-    """Return `Policy.clock` of a row with a budget; classes of heads count for themselves."""
+    """Return `Policy.clock` of a row with a budget; each class of heads counts separately."""
     parts = clock_by_class(layout, clock, budget)
     return tuple(count for own, limit in parts for count in layout.policy.clock(own, new, limit))
 

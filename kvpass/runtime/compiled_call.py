@@ -31,23 +31,23 @@ UNCOMPILED = (
     "hit config.recompile_limit, for any backend, it runs the function uncompiled until torch._dynamo.reset()"
 )
 MANY_GRAPHS = (
-    "torch.compile has made as many graphs of the model as it may, and would run it uncompiled, where the cache grows: "
-    "see with TORCH_LOGS=recompiles what changes from call to call, or begin anew with torch._dynamo.reset()"
+    "torch.compile has made its maximum of graphs of the model, and would run it uncompiled, where the cache grows: "
+    "see with TORCH_LOGS=recompiles what changes from call to call, or start again with torch._dynamo.reset()"
 )
 WRONG_CACHE = (
     "the model cannot run this call on its cache, which has {} row(s) in {}: go on with as many rows and in the dtype "
     "of the model that the conversation began with, or begin a new one. {}"
 )
 APART = (
-    "this model of kvpass.compile runs in graphs of its own, as another backend would let its cache grow: leave out "
+    "this model of kvpass.compile runs in separate graphs, as another backend would let its cache grow: leave out "
     "fullgraph=True, or compile the outer function by torch.compile(..., backend=kvpass.backend(...))"
 )
 SHALLOW = (
-    "this model is a shallow copy (copy.copy) of one that kvpass compiled, and is not compiled itself: use "
+    "this model is a shallow copy (copy.copy) of a model that kvpass compiled, and is not compiled itself: use "
     "copy.deepcopy, or kvpass.compile on the copy"
 )
 BATCHES = (
-    "transformers' continuous batching keeps all requests in a paged cache of its own, which kvpass does not bound: "
+    "transformers' continuous batching keeps all requests in its own paged cache, which kvpass does not bound: "
     "use kvpass.DecodeLoop(model, ..., rows=N) and its add(), or an uncompiled model"
 )
 
@@ -67,7 +67,7 @@ class CompiledCall:
         model: the module that `call` runs.
         backend: the backend of `model`, set only if `model` was compiled in place.
         regions: the regions of the model's layers, which are active while the model is called.
-        parameter_names, cache_keyword: the parameters of the model's forward, and the one for the cache.
+        parameter_names, cache_keyword: the parameters of the model's forward, and the keyword of the cache.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class CompiledCall:
         return dynamo.untraced(CompiledCall.run)(self, arguments, named)
 
     def run(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call the model, which is no part of a graph that Dynamo traces."""
+        """Call the model, outside of the graphs that Dynamo traces."""
         if self.call is None:
             return self._recompile()(*arguments, **named)
         reason = dynamo.reason_uncompiled()
@@ -159,8 +159,8 @@ class WatchedCall:
     Attributes:
         model: the module.
         model_name: the class name of the compiled model.
-        compiled_model: a weak reference to the compiled model, if known; nothing is checked once another backend
-            compiles it.
+        compiled_model: a weak reference to the compiled model, if known; nothing is checked after another backend
+            compiled it.
     """
 
     def __init__(self, model: torch.nn.Module, model_name: str, compiled_model: torch.nn.Module | None = None) -> None:
@@ -179,7 +179,7 @@ class WatchedCall:
         return dynamo.untraced(WatchedCall.run)(self, arguments, named)
 
     def run(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call the module, which is no part of a graph that Dynamo traces."""
+        """Call the module, outside of the graphs that Dynamo traces."""
         call = dynamo.uncompiled_call(self.model)
         if _RUNNING.get() or self._is_compiled_by_others():
             return call(*arguments, **named)
@@ -265,12 +265,12 @@ class _GetState:
 
 
 def _refuse_batches(*_: Any, **__: Any) -> Any:
-    """Stand in for methods that generate with a cache of their own."""
+    """Replace methods that generate with their own kind of cache."""
     raise UnsupportedGraph(BATCHES)
 
 
 def compile_module(model: torch.nn.Module, backend: Any, strict: bool, regions: LayerRegions) -> CompiledCall:
-    """Compile one module in place and return its caller; `regions` are those of the model's layers."""
+    """Compile one module in place and return its caller; `regions` are the regions of the model's layers."""
     forward = model.__dict__.get("forward")
     if dynamo.backend_of(forward) is not None:  # compiled by itself, it would run under its own backend
         model.__dict__["forward"] = dynamo.before_compilation(forward)

@@ -51,7 +51,7 @@ def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inducto
 
 
 def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
-    """Return what an artifact's manifest has about a prompt graph, or refuse a prompt that needs its graph."""
+    """Return the manifest's entry for a prompt graph, or refuse a prompt that needs its graph."""
     graph = runner.graph
     _refuse(
         {
@@ -113,7 +113,7 @@ class ExportedStep(StepExecutor):
             needed, exported = _describe_difference(entries, self.layouts), _describe_difference(self.layouts, entries)
             raise ArtifactError(
                 f"this prompt needs slots of {needed}, and the artifact was exported for {exported}: run it by a "
-                "DecodeLoop that is not loaded"
+                "DecodeLoop that compiles"
             )
         result = self.advance(StepInputs(caches, arguments))
         self.padding.record_padding(caches, arguments, result.length_before, query_len)
@@ -132,10 +132,10 @@ class ExportedStep(StepExecutor):
             reason = (
                 "with a compaction"
                 if variant is None
-                else f"behind {length} tokens instead of {self.max_length} at most"
+                else f"after {length} tokens instead of at most {self.max_length}"
             )
             raise ArtifactError(
-                f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that is not loaded"
+                f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that compiles"
             )
         rewrite, run = dataclasses.replace(variant[0], query_len=self.query_len(inputs.arguments)), variant[1]
         flat = rewrite.flat_arguments([cache.slots for cache in inputs.caches], inputs.arguments, [], length)
@@ -169,14 +169,14 @@ def check_layouts(caches: Sequence[LayerCache]) -> None:
     _refuse(
         {
             "slots whose number depends on the prompt": any(cache.layout.exact_capacity for cache in caches),
-            "heads with budgets of their own": any(cache.layout.policy.divides_heads for cache in caches),
-            "layers with a sliding window of their own": any(cache.window is not None for cache in caches),
+            "heads with different budgets": any(cache.layout.policy.divides_heads for cache in caches),
+            "layers with their own sliding window": any(cache.window is not None for cache in caches),
         }
     )
 
 
 def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[str, Any]:
-    """Return the entry of a step graph that has run in an artifact's manifest; `ids_index` is of the token ids."""
+    """Return an artifact's entry for a step graph that has run; `ids_index` is the index of the token ids."""
     return dict(
         padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
         counters=list(runner.counters),

@@ -43,9 +43,9 @@ def _unwatch(model: torch.nn.Module) -> None:
 def _modules_to_compile(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules to compile in place: the model, its base model, and inner modules that generate on a cache.
 
-    A call of a compiled model runs its inner modules in its graph.  The `generate` of one model often runs an inner
+    A call of a compiled model runs its inner modules in its graph.  The `generate` of a model often runs an inner
     model instead, with a cache of that inner model: BLIP-2 calls its language model's, Bark calls three models in a
-    row.  Wrappers, such as those of PEFT, of value heads and of distributed training, hand out the model that they
+    row.  Wrappers, such as PEFT's, value heads and distributed training, hand out the model that they
     wrap.
     """
     get_base_model = getattr(model, "get_base_model", None)

@@ -1,13 +1,13 @@
 """Let Dynamo trace one decoder layer for all equal layers of a model.
 
-Dynamo traces every call of a layer anew, which is most of the time that a model of many layers takes to its first
-token.  It reuses the trace of a nested compile region, under the guards of the first trace, if the region has no side
+Dynamo traces every call of a layer anew, which is most of the time to the first token of a model with many
+layers.  It reuses the trace of a nested compile region, under the guards of the first trace, if the region has no side
 effects.  A layer has one: it appends to the model's cache.  So inside a compiled call each layer runs as a region that
 takes the layer's cached keys and values and returns the longer ones, and the caller puts these into the cache.  The
 backend inlines all regions before it reads the graph (`kvpass.torch_private.regions`).
 
-Only layers that append to an ordinary `DynamicLayer` of their own become regions; all others are traced as before.  If
-Dynamo cannot trace or reuse the regions of a model, its layers are traced one by one from then on.
+Only layers that append to their own ordinary `DynamicLayer` become regions; all others are traced as before.  If
+Dynamo cannot trace or reuse the regions of a model, its layers are traced one by one afterwards.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LayerRegions:
     Attributes:
         indices: the attributes that hold the index of a layer, as paths from the layer; none if no layer is a region.
         name: the class of the model, which the log names.
-        usable: false once Dynamo could not trace a layer of the model as a region.
+        usable: false after Dynamo failed to trace a layer of the model as a region.
     """
 
     def __init__(self, indices: frozenset[str] = frozenset(), name: str = "") -> None:
@@ -85,9 +85,9 @@ class RegionForward:
 
     Attributes:
         layers, index: the module list of the layer and its index.  Dynamo's guards name the layer by this path.
-        regions: those of the model that was compiled last with the layer in it; the call does not read them.
-        kinds: the exact types of a model's cache and of one layer's that can be passed in parts.
-        made: the types that stand for them in a region.
+        regions: the regions of the last compiled model that contains the layer; the call does not read them.
+        kinds: the exact types of a model's cache and of a layer's cache that can be passed in parts.
+        made: the types that replace them inside a region.
         cache: the name and the position of the layer's parameter for its cache.
         nested: the names of parameters that may be tuples; others may too, but Dynamo takes longer to trace them.
     """
@@ -158,7 +158,7 @@ class RegionForward:
 
 
 class OneLayerCache:
-    """The cache that a layer gets inside of a region: it holds the keys and values of that layer alone.
+    """The cache that a layer gets inside of a region: it contains the keys and values of that layer alone.
 
     `one_layer_cache` makes a subclass of it for the caches of regions.
     """
@@ -181,7 +181,7 @@ class OneLayerCache:
         return length
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse to trace one layer for all: the model's cache may have an attribute that is not known here."""
+        """Refuse to trace one layer for all: the model's cache may have an unknown attribute."""
         regions.refuse_attribute(name)
         raise AttributeError(name)
 
@@ -242,7 +242,7 @@ def _run_layer(
 
 
 def _set_keys_and_values(own: Any, keys: Tensor, values: Tensor) -> None:
-    """Make keys and values those of a layer's cache."""
+    """Set the keys and values of a layer's cache."""
     if not own.is_initialized:
         own.is_initialized, own.dtype, own.device = True, keys.dtype, keys.device
     own.keys, own.values = keys, values
@@ -278,11 +278,11 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
 
 
 _HELD = {"keys", "values", "is_initialized", "dtype", "device"}
-"""The attributes of a layer's cache that `_set_keys_and_values` sets; a region would lose any other one."""
+"""The attributes of a layer's cache that `_set_keys_and_values` sets; a region would lose any other attribute."""
 
 
 def _are_as_known(kinds: tuple[Any, Any]) -> bool:
-    """Return whether a layer of transformers' cache holds what regions pass on, and nothing else."""
+    """Return whether a layer of transformers' cache has the attributes that regions pass on, and no others."""
     if None in kinds:
         return False
     try:

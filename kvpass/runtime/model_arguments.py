@@ -20,7 +20,7 @@ def check_kind(cache: Any) -> None:
     cache = getattr(cache, "self_attention_cache", cache)
     if getattr(cache, "offloading", False):
         raise UnsupportedGraph(
-            "an offloaded cache moves layers between devices, and slots stay where they are, as they do not grow: "
+            "an offloaded cache moves layers between devices, and slots stay on their device, as they do not grow: "
             "leave out cache_implementation='offloaded'"
         )
     if any("Quantized" in type(each).__name__ for each in (cache, *model_cache.layers_of(cache))):
@@ -44,7 +44,7 @@ def as_contiguous_tokens(argument: Any) -> Any:
 
 
 def with_dynamic_length(tokens: Tensor) -> Tensor:
-    """Return tokens [B, n], n > 1, as no view and with a length that Dynamo traces as dynamic."""
+    """Return tokens [B, n], n > 1, not as a view and with a length that Dynamo traces as dynamic."""
     tokens = as_contiguous_tokens(tokens)
     if tokens.shape[-1] > 1:
         dynamo.mark_dynamic_dim(tokens, tokens.ndim - 1)
@@ -105,7 +105,7 @@ def length_context(cache: Any, arguments: tuple[Any, ...]) -> contextlib.Abstrac
 
 
 def counter_context(cache: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that traces a cache's own token counts as symbols, such as those of sliding-window layers.
+    """Return a context that traces a cache's own token counts as symbols, such as the counts of sliding-window layers.
 
     Dynamo takes an integer for a constant until it has seen another value.  If an image in the prompt broke the graph,
     the first step would be traced for this one length, and its graph could not tell a position from a constant.
@@ -118,7 +118,7 @@ def counter_context(cache: Any) -> contextlib.AbstractContextManager[Any]:
 def _counter_names(layer: Any) -> list[str]:
     """Return the attribute of a layer that counts the tokens seen, if its keys do not show that count.
 
-    The keys are shorter than the count once tokens are evicted.  The list is empty if two attributes have that value,
+    The keys are shorter than the count after tokens were evicted.  The list is empty if two attributes have that value,
     because one of them may be the window, which does not change.
     """
     keys = getattr(layer, "keys", None)

@@ -22,7 +22,7 @@ from kvpass.fx.shapes import expr
 from kvpass.runtime.lru_cache import LruCache
 
 MOST_CALLS = 16
-"""The number of earlier calls, such as those of other conversations, that a call is compared with."""
+"""The number of earlier calls, such as calls of other conversations, that a call is compared with."""
 
 
 class GrowthCheck:
@@ -55,7 +55,7 @@ class GrowthCheck:
         return checked if self.outside else run
 
     def _check(self, each: OutsideKeys, arguments: Sequence[Any]) -> None:
-        """Compare an argument with those of earlier calls.
+        """Compare an argument with the arguments of earlier calls.
 
         Raises:
             UnsupportedGraph: it equals the keys of an earlier call plus the new tokens.
@@ -83,7 +83,7 @@ class GrowthCheck:
         )
         if self.strict:
             raise UnsupportedGraph(f"{message}, or pass strict=False to let such a cache grow")
-        warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {message}", KVPassWarning, stacklevel=3)
+        warnings.warn(f"kvpass leaves a graph unchanged, and its caches grow: {message}", KVPassWarning, stacklevel=3)
         self.outside.clear()
 
 

@@ -70,7 +70,7 @@ class PaddingTracker:
 
         Inputs that mark padding in one cache agree together: one of them may show a token that another one hides.
 
-        The rewritten graph takes these inputs to be one for every cached token; of other inputs, it looks up the entry
+        The rewritten graph assumes that these inputs are 1 for every cached token; of other inputs, it reads the entry
         of each slot.  On a GPU the host does not wait for the comparison: if it fails, a later step raises the error.
 
         Raises:
@@ -159,8 +159,8 @@ def compare_with_cache(cache: LayerCache, *columns: Tensor) -> tuple[Tensor, Ten
         columns: the inputs, each [B or 1, S] or [S].
 
     Returns:
-        Two bools on the device: whether all inputs have one for every real token and some input has zero for each
-        other one, the new tokens included; and whether some input has zero for every token that was left out of the
+        Two bools on the device: whether all inputs have 1 for every real token and some input has 0 for each
+        other one, the new tokens included; and whether some input has 0 for every token that was left out of the
         cache as padding.  Inputs that are too short have unknown numbers for the tokens at their end.
 
     Raises:

@@ -29,7 +29,7 @@ from kvpass.user_budget import Budget, slots_for, slots_of_rows
 
 MIXED = (
     "budget={budget!r} gives rows {shares} tokens, and the model has a layer that stores its last {window}: some "
-    "rows may hold all of these, and need no policy in that layer, and other rows may not; give a number of slots, or "
+    "rows can keep all of these, and need no policy in that layer, and other rows cannot; give a number of slots, or "
     "rows of one length"
 )
 
@@ -69,7 +69,7 @@ class PendingPrompt:
         notes, first_ids, rotated_key, model: see `LayerCache`.
         layers: the results of the prompt in each layer; the list is emptied as they are admitted, unless the cache can
             be cropped.
-        new: the number of tokens, without those of an adopted past.
+        new: the number of tokens, without an adopted past's.
     """
 
     backend: BackendBase
@@ -139,7 +139,7 @@ class PendingPrompt:
         for layer in layers:
             if layer.policy is self.backend.policy:
                 planned.append((budget, next(mine)))
-            else:  # it holds its window, or every token
+            else:  # it keeps its window, or every token
                 tokens = whole if layer.site.window is None else layer.site.window
                 planned.append((tokens, Plan(tokens, layer.policy.capacity(tokens))))
         return planned

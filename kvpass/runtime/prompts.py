@@ -97,7 +97,7 @@ def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionS
     if sliding is not None and policy.renumbers:
         raise UnsupportedGraph(
             f"{walk.source_line(sliding.call)}: {policy.name} numbers the tokens of all layers alike, and this layer "
-            "has a sliding window of its own"
+            "has its own sliding window"
         )
 
 
@@ -105,14 +105,14 @@ def policies_by_layer(policy: Policy, layers: int) -> list[Policy]:
     """Return the policy of each layer.
 
     Raises:
-        PolicyError: a layer has another policy that evicts; budgets and plans are those of one policy.
+        PolicyError: a layer has another policy that evicts; budgets and plans come from one policy.
     """
     chosen = [policy.for_layer(layer, layers) for layer in range(layers)]
     for layer, each in enumerate(chosen):
         if each is not policy and each.evicts:
             raise PolicyError(
                 f"{type(policy).__name__}.for_layer({layer}, {layers}) returned {each}: it must return the policy "
-                "itself, or one that evicts nothing, such as kvpass.policies.full.Full()"
+                "itself, or a policy that evicts nothing, such as kvpass.policies.full.Full()"
             )
     return chosen
 
@@ -198,7 +198,7 @@ class PromptRunner:
         may_come_once = self.backend.inner == "inductor" and inductor.on_cpu(examples)
         if may_come_once and not self.backend.compiles_at_once:
             return
-        # A transposed tensor would be new to the compiler, with sizes of its own.
+        # A transposed tensor would be new to the compiler, with separate sizes.
         shown = {index: value for index, value in enumerate(self._inputs()) if index in self.graph.tokens_first}
         self.code.compiled = self._compile_graph([shown.get(index, x) for index, x in enumerate(examples)])
 
@@ -208,7 +208,7 @@ class PromptRunner:
         return [walk.example_value(node) for node in walk.placeholders(self.graph.rewrite.rewritten_gm.graph)]
 
     def _compile_later(self, arguments: Sequence[Any]) -> Callable[..., Any]:
-        """Compile the rewritten graph after Dynamo has set its guards, and note those that compiling adds to them."""
+        """Compile the rewritten graph after Dynamo has set its guards, and note the guards that compiling adds."""
         inputs = self._inputs()
         is_dynamic = any(map(symbolic_shapes.symbols, inputs))
         self.added = self.added or symbolic_shapes.AddedGuards(inputs)  # a compilation that failed may have added some
@@ -227,7 +227,7 @@ class PromptRunner:
         return run
 
     def _code_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return the code for a prompt: the uncompiled graph's, if the prompt does not fulfil the added guards."""
+        """Return the code for a prompt: the uncompiled graph if the prompt does not fulfil the added guards."""
         run = self.code.for_run(self.graph.rewrite.rewritten_gm, lambda: self._compile_later(arguments))
         added = [] if self.added is None else self.added.expressions
         if not added:

@@ -57,7 +57,7 @@ class Timings:
             "Inductor": self.inductor,
         }
         shares = ", ".join(f"{name} {seconds:.2f} s ({seconds / self.total:.0%})" for name, seconds in parts.items())
-        return f"{self.total:.2f} s: {shares}; the C++ compiler took {self.cpp:.2f} s, in processes of its own"
+        return f"{self.total:.2f} s: {shares}; the C++ compiler took {self.cpp:.2f} s, in other processes"
 
 
 class Stopwatch:
@@ -104,7 +104,7 @@ class AttentionReport:
 
     Attributes:
         graph: number of the graph that contains the call, from 1.
-        module: the path of the module that makes the call, as far as it is known.
+        module: the path of the module that makes the call, if it is known.
         line: file, line and code of the user's source.
         verdict: "rewritten", "left alone" or "refused".
         reason: the reason of the verdict; "" for "rewritten".
@@ -145,7 +145,7 @@ class Recorder:
 
 
 LOGS = ("passes", "graphs", "regions", "layer_dedup", "attention", "warm", "dynamo")
-"""Names of loggers; those after the first two say what runs or compiles more slowly than it could, and why."""
+"""Names of loggers; the loggers after the first two report what runs or compiles slowly, and why."""
 PASSES = logging.getLogger("kvpass.passes")
 GRAPHS = logging.getLogger("kvpass.graphs")
 

@@ -18,13 +18,13 @@ from kvpass.fx.shapes import SizeResolver
 from kvpass.runtime.lru_cache import LruCache
 from kvpass.runtime.variants import DynamicDims
 
-MOST_UNCLEAR = 4  # sizes that may or may not follow the cache, of which all combinations are tried
+MOST_UNCLEAR = 4  # sizes that may or may not follow the cache; all combinations are tried
 
 SizeSources = dict[Any, tuple[int, int]]
 """For each symbol, the index of an argument and its dimension of this size."""
 
 Counted = Literal["seen", "new"] | int
-"""The role of an integer argument: it counts the tokens seen, or the new tokens, or is a number of its own."""
+"""The role of an integer argument: it counts the tokens seen, or the new tokens, or is another number."""
 
 SizeInterpretation = tuple[int | None, ...]
 """An interpretation of the sizes of other inputs, None for sizes that follow the cache."""
@@ -44,7 +44,7 @@ class StepSizeReader:
 
     Attributes:
         sources: the sizes that the graph is specialised for, such as the rows.
-        other_sources: the sizes of other inputs, some of which follow the cache, as the length of a padding mask does.
+        other_sources: the sizes of other inputs; some follow the cache, such as the length of a padding mask.
         counters: the symbols that are arguments but no tensor's size, with their argument indices.
         rewritten_interpretations: interpretations of `other_sources` for which the graph has been rewritten.
     """
@@ -104,7 +104,7 @@ class StepSizeReader:
     def tie_sizes(self, other_sizes: SizeInterpretation, numbers: tuple[int, ...]) -> tuple[Any, ...]:
         """Replace each size that equals one of `numbers` by its symbol, so that dynamic code keeps both equal.
 
-        Dynamo gives the rows of a padding mask a symbol of their own if the graph does not relate them to those of the
+        Dynamo gives the rows of a padding mask another symbol if the graph does not relate them to the rows of the
         tokens.
         """
         symbols: dict[Any, Any] = dict(zip(reversed(numbers), reversed(self.sources), strict=True))
@@ -149,7 +149,7 @@ class StepSizeReader:
     def holds_after(
         self, other_sizes: SizeInterpretation, arguments: tuple[Any, ...], length: int
     ) -> Callable[[int], bool]:
-        """Return a predicate of n: whether the graph's guards hold n tokens after a call."""
+        """Return a predicate of n: whether the graph's guards are true n tokens after a call."""
         following = {symbol for symbol, size in zip(self.other_sources, other_sizes, strict=True) if size is None}
         counting = {symbol for symbol, index in self.counters.items() if arguments[index] == length}
         now = shapes.measure_symbols(self._canonical_gm.graph, arguments)
@@ -179,7 +179,7 @@ def _counters(canonical_gm: fx.GraphModule) -> dict[Any, int]:
     """Return the symbols that are arguments but no tensor's size, with their argument indices.
 
     A cache's own token count is one of them.  Dynamo also passes the strides and the offset of a tensor that is a slice
-    of a growing tensor.  No node computes with those: the tensor that they belong to is copied where that matters, see
+    of a growing tensor.  No node computes with these: where they matter, the tensor is copied, see
     `StepRewrite.flat_arguments`.
     """
     placeholders = walk.placeholders(canonical_gm.graph)
@@ -193,7 +193,7 @@ def _counters(canonical_gm: fx.GraphModule) -> dict[Any, int]:
 
 
 def guard_predicate(guards: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:
-    """Return a predicate: whether guards still hold once some symbols have grown by a number.
+    """Return a predicate: whether guards are still true after some symbols have grown by a number.
 
     Args:
         guards: boolean expressions of the symbols.

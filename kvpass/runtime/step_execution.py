@@ -1,4 +1,4 @@
-"""Run prepared steps on slots, and move the counts of their caches on."""
+"""Run prepared steps on slots, and advance the counts of their caches."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class StepKey(NamedTuple):
     """A key that is equal for two decode steps with the same code and the same buffers."""
 
     compacts: bool
-    windows: tuple[bool, ...]  # whether each layer with a window of its own is full
-    slots: tuple[int, ...]  # the id of each layer's
+    windows: tuple[bool, ...]  # whether each layer with its own window is full
+    slots: tuple[int, ...]  # id() of each layer's slots
     hooks: int  # registered so far, on any module
 
 
@@ -164,10 +164,10 @@ class FastStep:
         self.fixed_arguments = rewrite.fixed_arguments(self.slots)
 
     def __call__(self, arguments: tuple[Any, ...], clocks: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
-        """Run the step and return the results of the graph; `clocks` are those of each layer after this token."""
+        """Run the step and return the results of the graph; `clocks` are each layer's after this token."""
         call_arguments = self.rewrite.call_arguments(arguments, [], self.slots, self.caches[0].length)
         for cache in self.caches:
-            cache.interrupted = True  # until the counts follow: an error in between leaves slots and counts apart
+            cache.interrupted = True  # until the counts follow: after an error in between, slots and counts disagree
         results = self.run(*self.fixed_arguments, *call_arguments)
         self.rewrite.count_tokens(self.slots, results)
         advance_counts(self.caches, 1, clocks)

@@ -30,7 +30,7 @@ from kvpass.torch_private import dynamo, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 CONSTANT_COUNT = (
-    "A layer stores the last tokens of its window alone, and no input of this graph counts the tokens before them: if "
+    "A layer stores only the last tokens of its window, and no input of this graph counts the tokens before them: if "
     "the model made its cache while torch traced the prompt, torch takes that count for a constant in the first step. "
     "Pass DynamicCache(config=model.config) to the prompt, or compile the model by kvpass.compile"
 )
@@ -126,7 +126,7 @@ class StepRunner(StepExecutor):
         return self.sizes.query_len(arguments)
 
     def holds_after(self, result: StepResult) -> Callable[[int], bool]:
-        """Return a predicate of n: whether the graph's guards hold n tokens after a step that ran."""
+        """Return a predicate of n: whether the graph's guards are true n tokens after a step that ran."""
         return self.sizes.holds_after(result.inputs.other_sizes, result.arguments, result.length_before)
 
     # -- variants ---------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class StepRunner(StepExecutor):
         """Return the outputs of Dynamo's graph from the results of the rewritten one."""
         rewrite, caches, arguments = done.rewrite, done.caches, done.arguments
         outputs = [None if index is None else done.results[index] for index in rewrite.outputs]
-        for index, result in zip(rewrite.grown, done.host_inputs, strict=False):  # further ones are inputs of the graph
+        for index, result in zip(rewrite.grown, done.host_inputs, strict=False):  # others are inputs of the graph
             outputs[index] = result
         for index, beyond in rewrite.length_outputs.items():
             outputs[index] = caches[0].length - rewrite.query_len + beyond

@@ -29,13 +29,13 @@ SIZE_BY_SIZE = (
 
 @dataclasses.dataclass(frozen=True)
 class ShapeKey:
-    """Numbers that differ between calls which one rewritten graph can serve.
+    """Numbers that differ between calls that one rewritten graph can serve.
 
     Attributes:
-        numbers: those of `StepSizeReader.sources`, such as rows and new tokens.
-        capacities: of each of `exact_layers`, or else the common capacity of all layers; 1 if layers or heads differ.
+        numbers: the values of `StepSizeReader.sources`, such as the numbers of rows and of new tokens.
+        capacities: those of `exact_layers`, or else the common capacity of all layers; 1 if layers or heads differ.
         budget: the common budget of all layers; 1 if the capacity determines the budget.
-        exact_layers: the layers whose layouts have `exact_capacity`, so that each has a capacity of its own.
+        exact_layers: the layers whose layouts have `exact_capacity`, so that each has its own capacity.
     """
 
     numbers: tuple[int, ...]
@@ -132,7 +132,7 @@ class CompiledVariant:
         return same and (sizes is None or sizes.hold([key.all_numbers[index] for index in self._dynamic_indices]))
 
     def _release_graph(self, graph: fx.Graph) -> None:
-        """Drop the graph, which nothing reads once it is compiled; code that runs it keeps no example tensors."""
+        """Drop the graph, which nothing reads after it is compiled; code that runs it keeps no example tensors."""
         splicing.release_example_data(graph)
         self._rewrite.rewritten_gm = None
         for rewrite in self._by_key.snapshot():
@@ -161,11 +161,10 @@ class CompiledVariant:
 class VariantCache:
     """The rewrites of one step graph.
 
-    The first number of rows, and the first capacity, get static code of their own, which is faster.  The second value
-    of either gets code with dynamic sizes for all further values.  Rows that are dynamic in Dynamo's graph are a second
-    value already, because Dynamo made the graph after a static one.  Chunks of any length share dynamic code from the
-    first one on, and so do layers with exact capacities: as static numbers, these would give each layer code of its
-    own.
+    The first number of rows, and the first capacity, get static code, which is faster.  The second value of either gets
+    code with dynamic sizes for all further values.  A dynamic number of rows in Dynamo's graph counts as a second one,
+    because Dynamo made a static graph before.  Chunks of any length share dynamic code, already the first one, and so
+    do layers with exact capacities: with static numbers, each layer would need separate code.
     """
 
     def __init__(self, symbols: set[str]) -> None:
@@ -185,7 +184,7 @@ class VariantCache:
 
         Args:
             call_key: all that the variant depends on, including the shape key.
-            shared: the key of what the variant depends on besides its shape key; None for static sizes only.
+            shared: the key of the other properties that the variant depends on; None for static sizes only.
             decodes: whether the call has a single new token.
         """
         dynamic = None if shared is None else self._find_dynamic((shared, key.dynamic_indices), key, decodes, rewrite)

@@ -1,4 +1,4 @@
-"""Provide Inductor with templates of C++ kernels: products of a few rows, with what Inductor fuses into them."""
+"""Provide Inductor with templates of C++ kernels: products of a few rows, with the operations that Inductor fuses."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _source(
 
 
 def _fused_loops(kernel: Any, product: Any, computed: Any, fused: Sequence[Any]) -> str:
-    """Return the loops of the fused operations over one block of columns, which `computed` holds."""
+    """Return the loops of the fused operations over one block of columns, which is in `computed`."""
     from torch._inductor.codegen.cpp_gemm_template import gen_2d_view_of_epilogue_buf
 
     result, reindexers = gen_2d_view_of_epilogue_buf(fused[-1], product, [*fused], [], [None] * len(fused))

@@ -29,7 +29,7 @@ COMPARISONS = {f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "g
 
 
 def never_compile_alone(function: Any) -> None:
-    """Keep Dynamo from compiling a function as a frame of its own; Dynamo may still inline the function.
+    """Keep Dynamo from compiling a function as a separate frame; Dynamo may still inline the function.
 
     One code object of `__torch_function__` serves every operation, and Dynamo has run the code compiled for one
     operation for another.
@@ -48,7 +48,7 @@ def is_traced() -> bool:
 def is_exported() -> bool:
     """Return whether torch.export traces in this thread; torch's own flag covers the whole process.
 
-    Without Dynamo it records by modes, which are of one thread.
+    Without Dynamo it records by modes, which belong to one thread.
     """
     if not torch.compiler.is_exporting():
         return False
@@ -82,10 +82,10 @@ def constant_in_traces(function: F) -> F:
 
 
 def is_traced_for(backend: Any) -> bool:
-    """Return whether Dynamo traces for this backend or one of kvpass; for functions that are `constant_in_traces`.
+    """Return whether Dynamo traces for this backend or a backend of kvpass, in `constant_in_traces` functions.
 
     Args:
-        backend: of the call of kvpass that is running, or None; it is the answer if torch shows no backend.
+        backend: the backend of the running call of kvpass, or None; it decides if torch does not show its backend.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -150,7 +150,7 @@ def outlives_calls(node: fx.Node) -> bool:
 
 
 _OF_FUNCTIONS = ("ClosureSource", "DefaultsSource", "LocalCellSource")
-"""Dynamo's sources of what a function object holds."""
+"""Dynamo's sources of the contents of a function object."""
 
 
 def _is_of_call(source: Any) -> bool:
@@ -173,7 +173,7 @@ def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:
 def release_source_lines() -> None:
     """Drop the lines of source files that Dynamo has read for stack traces: 10 MiB for a model of transformers.
 
-    Whoever needs a line reads its file again.  Code without a file, such as that of a notebook, stays.
+    Later readers read the file again.  Code without a file, such as a notebook's, stays.
     """
     for name, entry in linecache.cache.copy().items():  # collected graphs remove their code from it at any allocation
         if len(entry) == 4 and os.path.isfile(entry[3]):
@@ -194,7 +194,7 @@ MOST_TRIES = 100
 def between_compilations(call: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of torch.compile so that its calls wait until no other thread compiles.
 
-    While one thread compiles, torch takes the calls of all threads for calls that FX traces, and refuses them before
+    While one thread compiles, torch mistakes the calls of all threads for calls that FX traces, and refuses them before
     anything has run.
     """
 
@@ -224,7 +224,7 @@ MOST_GRAPHS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
 
 
 _OTHER_SETTINGS = ("skip_nnmodule_hook_guards", "fail_on_recompile_limit_hit")
-"""Further settings: ignore hooks that are added later; raise an error at the recompile limit."""
+"""Other settings: ignore hooks that are added later; raise an error at the recompile limit."""
 
 
 class _SetByKvpass(int):
@@ -255,7 +255,7 @@ def _apply_settings() -> str:
     """Set Dynamo's settings for the compilation that is about to begin, and restore them at its end."""
     from torch._dynamo.callback import callback_handler
 
-    restore_settings()  # of a compilation that torch has refused, which has no end
+    restore_settings()  # of a refused compilation, which has no end
     config, strict = torch._dynamo.config, _current_strictness()
     if strict is None:
         return ""
@@ -277,7 +277,7 @@ def restore_settings(_: object = None) -> None:
 
 
 def _current_strictness() -> bool | None:
-    """Return the `strict` of the current compilation's kvpass backend; None if the backend is another's."""
+    """Return the `strict` of the current compilation's kvpass backend; None if the backend is not kvpass's."""
     # torch passes the hook no arguments: the backend is a local variable of one of the functions that call it.
     callers = [frame.f_locals for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), 4)]
     compilers = [each["compiler_fn"] for each in callers if each.get("compiler_fn") is not None]
@@ -307,7 +307,7 @@ def _note_unknown_backend() -> None:
 
 
 def backend_of(compiled: Any) -> Any:
-    """Return the backend that a module or function was compiled with, as far as torch still shows it, else None."""
+    """Return the backend that a module or function was compiled with, if torch still shows it, else None."""
     compiled = getattr(compiled, COMPILED_CALL, None) or compiled
     compiled = getattr(compiled, "call", compiled)  # of a caller of kvpass
     context = getattr(compiled, "dynamo_ctx", None)
@@ -326,7 +326,7 @@ def _wrapped_backends(backend: Any) -> Iterator[Any]:
 
 
 def tracing_attributes_as_symbols(names: set[str]) -> contextlib.AbstractContextManager[Any]:
-    """Trace integer attributes of these names as symbols from the first trace on, inside the context."""
+    """Trace integer attributes of these names as symbols already in the first trace, inside the context."""
     config: Any = torch.compiler.config  # a module whose type torch changes
     chosen = [each for each in (config.dynamic_sources, rf".*\.({'|'.join(sorted(names))})$") if each]
     context: contextlib.AbstractContextManager[Any] = config.patch(dynamic_sources=",".join(chosen))
@@ -407,9 +407,9 @@ def compiled_call(model: torch.nn.Module) -> Any:
 
 
 def set_compiled_call(model: torch.nn.Module, call: Any) -> None:
-    """Set the function that runs when a module is called, in place of its forward; None removes it.
+    """Set the function that runs instead of a module's forward when it is called; None removes it.
 
-    Dynamo goes from a call of a module straight to its forward, unless the instance has a `__call__` of its own.
+    Dynamo goes from a call of a module straight to its forward, unless the instance has its own `__call__`.
     """
     model.__dict__[COMPILED_CALL] = call
     model.__dict__.pop("__call__", None)
@@ -423,7 +423,7 @@ def _call_by_type(model: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
 
 
 def before_compilation(compiled: Any) -> Any:
-    """Return the model or function behind a torch.compile wrapper; return any other object unchanged."""
+    """Return the model or function inside a torch.compile wrapper; return any other object unchanged."""
     for name in ("_orig_mod", "_torchdynamo_orig_callable"):
         if (inner := getattr(compiled, name, None)) is not None:
             return before_compilation(inner)
@@ -450,6 +450,6 @@ def note_artifact(name: str, text: Callable[[], str]) -> None:
 
 def compilation_count() -> int:
     """Return a number that changes with every compilation, including recompilations that Dynamo does not count."""
-    from torch._dynamo.utils import counters  # takes seconds, which a process without a compilation does not pay
+    from torch._dynamo.utils import counters  # takes seconds, so a process without a compilation skips it
 
     return sum(value for counter in counters.values() for value in counter.values())

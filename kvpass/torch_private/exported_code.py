@@ -1,7 +1,7 @@
 """Export Inductor's code for a CPU as text and libraries, which another process loads without Inductor.
 
-Inductor writes a Python module for each graph: kernels of machine code, each in a library of its own, and a function
-`call` that allocates memory and runs them.  `export_code` takes from the module what `call` needs, and `import_code`
+Inductor writes a Python module for each graph: kernels of machine code, each in a separate library, and a function
+`call` that allocates memory and runs them.  `export_code` saves the parts that `call` needs, and `import_code`
 makes `call` again.  AOTAutograd's wrapper around it is left out: without gradients the code returns all results itself.
 """
 
@@ -34,7 +34,7 @@ class ExportedCode:
         text: Python that defines `call`, which takes a list of arguments and empties it.
         kernels: for each kernel by its name in the text, the file of its library.
         constants: tensors that the text reads, by name.
-        leading: arguments that precede those of a caller.
+        leading: arguments that precede a caller's arguments.
     """
 
     text: str
@@ -92,7 +92,7 @@ def _bindings(statement: ast.stmt) -> Iterator[str]:
 
 
 def _names_read(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement reads and does not bind inside of itself."""
+    """Return the names that a statement reads and does not bind itself."""
     names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
     own = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
     own |= {node.arg for node in ast.walk(statement) if isinstance(node, ast.arg)}
@@ -113,7 +113,7 @@ def _are_torch_functions(kept: Sequence[ast.stmt], library: Any) -> bool:
 
 
 def import_code(code: ExportedCode, name: str) -> Boxed:
-    """Return the function `call` of exported code; `name` is that of the code in tracebacks.
+    """Return the function `call` of exported code; `name` is the code's name in tracebacks.
 
     Raises:
         ImportError, OSError: a library cannot be loaded.

@@ -24,7 +24,7 @@ def mutates(node: fx.Node) -> bool:
 
 
 def has_side_effect(node: fx.Node) -> bool:
-    """Return whether a call matters though nothing reads its result: it checks a condition, or enters a mode.
+    """Return whether a call matters although nothing reads its result: it checks a condition, or enters a mode.
 
     Writes to tensors are not among them, see `kvpass.fx.alias`.
     """
@@ -61,7 +61,7 @@ def _arguments_where(node: fx.Node, fits: Callable[[Any], bool]) -> list[fx.Node
 def written_arguments(node: fx.Node) -> list[fx.Node] | None:
     """Return the arguments that a library's operator or a Triton kernel writes to; None for any other call.
 
-    Nothing states which arguments a kernel, or an operator that is called without its overload, writes to: all may be.
+    Nothing states which arguments a kernel, or an operator that is called without its overload, writes to: assume all.
     """
     target = node.target
     if isinstance(target, torch._ops.OpOverload):

@@ -15,7 +15,7 @@ KERNEL = "kernel"
 """Inductor's name for the function of a CPU kernel."""
 
 _LIBRARIES: dict[str, ctypes.CDLL] = {}
-"""Each C++ library that was built here or that another process has built, by the digest of its source."""
+"""Each C++ library that this or another process has built, by the digest of its source."""
 
 
 def kernel_library(value: Any) -> str | None:
@@ -62,7 +62,7 @@ def built_libraries() -> dict[str, str]:
 
 
 def use_libraries(files: Mapping[str, str]) -> None:
-    """Load libraries that another process has built, by the digests of their sources, where this one has none."""
+    """Load libraries that another process has built, by the digests of their sources, where this process has none."""
     for digest, file in files.items():
         if digest not in _LIBRARIES:
             _LIBRARIES[digest] = ctypes.CDLL(file)  # at once, as the file may be removed

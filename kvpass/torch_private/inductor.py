@@ -111,7 +111,7 @@ CHECKS_TOO_EARLY = torch.__version__ < "2.13"
 def to_buffer(x: Tensor) -> Tensor:
     """Return the same numbers in a dense buffer, to which Inductor writes them; traceable.
 
-    A strided view would force a buffer too, but it would apply to whatever strides Inductor chose.
+    A strided view would force a buffer too, but it would apply to the strides that Inductor chose.
     """
     from torch._inductor.inductor_prims import force_stride_order
 
@@ -178,7 +178,7 @@ def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any
 
 
 def outside_of_traces() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which graphs are compiled apart from the one that Dynamo traces."""
+    """Return a context in which graphs are compiled apart from the graph that Dynamo traces."""
     from torch._guards import tracing
 
     return tracing(None)
@@ -188,7 +188,7 @@ def outside_of_traces() -> contextlib.AbstractContextManager[Any]:
 def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield the examples as a compiler expects them.
 
-    Within Dynamo they stay as they are.  Outside of it fakes keep their mode, and real tensors become static fakes.
+    Within Dynamo they stay unchanged.  Outside of it fakes keep their mode, and real tensors become static fakes.
     Inductor's caches on disk work only with a shape environment, even an empty one.
     """
     from torch._guards import TracingContext, tracing
@@ -273,7 +273,7 @@ def graph_pass(digest: bytes, rewrite: Callable[[fx.Graph], None]) -> Any:
 NEEDS_THE_WHOLE = (
     "cpp_wrapper", "fx_wrapper", "freezing", "aot_inductor_mode.compile_standalone", "triton.cudagraphs",
 )  # fmt: skip
-"""Inductor settings under which a graph is compiled whole: parts are untested under them, or do not pay."""
+"""Inductor settings under which a graph is compiled as a whole: with them parts are untested, or not faster."""
 
 
 def allows_parts(patches: dict[str, Any]) -> bool:
@@ -317,7 +317,7 @@ def _inner(getter: Callable[[Any], Any] | None, argument: Any) -> Sequence[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledParts:
-    """The compiler of parts of one graph, each as a graph of its own.
+    """The compiler of parts of one graph, each as a separate graph.
 
     Attributes:
         examples: the graph's arguments, as fake tensors and symbolic sizes.
@@ -355,7 +355,7 @@ class CompiledParts:
         if leading:  # compile_fx puts these before the arguments
             return WithLeading(run, leading), given
         if any(views) or any(map(symbols, (*result, *subclasses))) or any(map(is_distributed, subclasses)):
-            # The wrapper marks sizes of results as dynamic, and passes on those of subclasses.
+            # The wrapper marks sizes of results as dynamic, and passes on sizes of subclasses.
             return cast(Boxed, next(wrapper for wrapper in wrappers if _name(wrapper) != "forward")), given
         run = cast(Boxed, code.current_callable)
         return _OnInnerTensors(run, operands) if subclasses else run, given
@@ -409,7 +409,7 @@ class CompiledParts:
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int]:
-    """Return the function of glibc that returns free memory to the system; elsewhere one that does nothing."""
+    """Return the function of glibc that returns free memory to the system; elsewhere a function that does nothing."""
     return getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0) if sys.platform == "linux" else lambda _: 0
 
 
@@ -439,7 +439,7 @@ _SUBCLASS_WRAPPER = "inner_fn"
 def _unwrap(run: Any, subclasses: bool) -> tuple[list[Any], Any]:
     """Return the wrappers around Inductor's code, outermost first, and the code, or None for unknown wrappers.
 
-    Each wrapper has the function that it wraps as `__wrapped__`.  The outer ones, named forward, take the arguments one
+    Each wrapper has the function that it wraps as `__wrapped__`.  The outer ones, named forward, take arguments one
     by one and so keep them alive; the others take a list, which they empty.
 
     Args:
@@ -489,7 +489,7 @@ def _is_idle(wrapper: Any) -> bool:
 def compiling_parts(gm: fx.GraphModule, examples: Sequence[Any]) -> Iterator[CompiledParts]:
     """Yield the compiler of parts of a graph with these examples.
 
-    Within Dynamo the examples are real tensors, and their fakes in the graph have another mode than the context's; the
+    Within Dynamo the examples are real tensors, and their fakes in the graph have a mode other than the context's; the
     two modes share their shape environment.
     """
     from torch._guards import TracingContext

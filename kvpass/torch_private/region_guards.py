@@ -1,11 +1,11 @@
-"""Check and guard each layer that reuses the trace of another one.
+"""Check and guard each layer that reuses the trace of another layer.
 
 Dynamo reuses a region's trace for a layer if the guards of that trace hold for it.  Up to version 2.15 torch looks only
 for guards of the sources that the trace has read.  The guards of modules in a layer, on their classes and their own
-`forward`, stand under sources of another kind with the same names.  Those of aliases and hooks are not looked at, so a
+`forward`, stand under sources of another kind with the same names.  Guards of aliases and hooks are not checked, so a
 layer could get the code of another one.  And torch guards only the first layer, so later changes of others are missed.
 
-Here all guards on what belongs to a layer are found by the chain of their sources, and hold for every layer.
+Here all guards on parts of a layer are found by the chain of their sources, and apply to every layer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def install() -> bool:
 
 
 def _has_parameters_of(of_torch: Any, ours: Callable[..., Any]) -> bool:
-    """Return whether a function of torch has the parameters of the one that calls it, after the function itself."""
+    """Return whether torch's function has the parameters of our wrapper, without the wrapper's first one."""
     return callable(of_torch) and [*inspect.signature(of_torch).parameters] == [*inspect.signature(ours).parameters][1:]
 
 
@@ -95,7 +95,7 @@ def _is_reusable(of_torch: Callable[..., bool], tx: Any, condition: Any, fingerp
 
 @contextlib.contextmanager
 def _cloning_by(moved: Callable[[Any], Any]) -> Iterator[None]:
-    """Let torch's copies of sources share their parts; it copies each whole, most of the time that a reuse takes."""
+    """Let torch's copies of sources share their parts; torch copies each whole, most of a reuse's time."""
     source: Any = importlib.import_module("torch._guards").ChainedSource
     of_torch = source.clone
     source.clone = lambda copied, transform_fn=None: moved(copied)
@@ -106,7 +106,7 @@ def _cloning_by(moved: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _moved(source: Any, known: dict[Any, Any]) -> Any:
-    """Return a source with parts replaced as is known, to which the result is added: most sources share their parts."""
+    """Return a source with parts replaced by `known`, which also gets the result: most sources share their parts."""
     if source not in known:
         parts = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
         own = {name: _moved(part, known) for name, part in parts.items() if hasattr(part, "make_guard")}
@@ -115,7 +115,7 @@ def _moved(source: Any, known: dict[Any, Any]) -> Any:
 
 
 def _source_of_layer(tx: Any, fingerprint: Any) -> Any:
-    """Return the source of the module that is a region's first argument, or None if layers are no regions."""
+    """Return the source of the module that is a region's first argument, or None if layers are not regions."""
     first = next(iter(fingerprint.arg_sources), None) if regions.are_traced() else None
     return first if first is not None and isinstance(tx.output.resolve_source_value(first), nn.Module) else None
 
@@ -130,5 +130,5 @@ def _belongs_to(source: Any, layer: str) -> bool:
 
 
 def _has_inner_hooks(layer: nn.Module) -> bool:
-    """Return whether a module in a layer has hooks; those of the layer itself run outside of the region."""
+    """Return whether a module in a layer has hooks; hooks of the layer itself run outside of the region."""
     return any(getattr(module, name) for module in layer.modules() if module is not layer for name in _HOOKS)

@@ -26,7 +26,7 @@ CALL = torch.ops.higher_order.invoke_subgraph
 
 
 REUSE = "torch._dynamo.variables.invoke_subgraph"
-"""The module of torch that reuses the traces of regions; older versions have none."""
+"""The module of torch that reuses the traces of regions; older versions lack it."""
 
 
 class LayersDiffer(Exception):
@@ -53,7 +53,7 @@ def may_cause(error: Exception) -> bool:
 
 
 def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of Dynamo's graph in which the body's nodes stand in place of each call of a region.
+    """Return a copy of Dynamo's graph in which the body's nodes replace each call of a region.
 
     Dynamo still reads the original, and later removes the example values of its nodes and of its bodies.
     """
@@ -79,10 +79,10 @@ def _is_left_over(gm: fx.GraphModule, node: Any) -> bool:
 
 
 def check_weights(gm: fx.GraphModule) -> None:
-    """Check that the calls of a body have weights of their own.
+    """Check that each call of a body has its own weights.
 
     Dynamo finds the weights of a layer by the path of the layer in its guards.  torch 2.13 takes those of the first
-    layer for all if it has met the layer under another path.
+    for all layers if it has met the layer under another path.
 
     Raises:
         LayersDiffer: two calls of a body share a weight.
@@ -128,7 +128,7 @@ class Tracing:
         return bool(self.mark) and not self.ran
 
     def forget(self) -> None:
-        """Let Dynamo use none of the graphs again that it has traced in the call."""
+        """Keep Dynamo from using the graphs again that it has traced in the call."""
         setattr(MARKS, self.mark, False)
 
 
@@ -150,8 +150,8 @@ def may_run_again() -> bool:
 def begins_call() -> bool:
     """Return whether layers that Dynamo traces now may be regions: no other code of the call has run before.
 
-    Dynamo does not guard on the answer: a graph computes the same whether its layers were regions, so one that was
-    traced with regions serves calls without them, and the other way round.
+    Dynamo does not guard on the answer: a graph computes the same whether its layers were regions or not, so a graph
+    traced with regions serves calls without them, and vice versa.
     """
     now = _TRACING.get()
     return now is not None and not now.ran and _is_outermost_frame()
@@ -209,13 +209,13 @@ def require_own_index(layer_idx: int | None) -> None:
         layer_idx: the number; ignored outside of tracing.
 
     Raises:
-        LayersDiffer: it is something else.  Dynamo wraps the error.
+        LayersDiffer: it is another number.  Dynamo wraps the error.
     """
     torch._dynamo.comptime.comptime(_check_layer_idx)
 
 
 def refuse_attribute(name: str) -> None:
-    """Raise LayersDiffer, in a function that Dynamo traces, as a layer reads this attribute of a cache."""
+    """Raise LayersDiffer, in a function that Dynamo traces, because a layer reads this attribute of a cache."""
     torch._dynamo.comptime.comptime(_raise_layers_differ)
 
 

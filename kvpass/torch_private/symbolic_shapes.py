@@ -25,7 +25,7 @@ def size_hint(size: Any) -> int:
 
 
 def known_equal(one: Any, other: Any) -> bool:
-    """Return whether two sizes are equal wherever Dynamo's guards hold."""
+    """Return whether two sizes are equal wherever Dynamo's guards are true."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(one == other)
@@ -82,7 +82,7 @@ def _shape_env(values: Iterable[Any]) -> Any:
 
 
 def are_true(guards: Iterable[sympy.Expr], numbers: Mapping[Any, int]) -> bool:
-    """Return whether guards hold for the given numbers of their symbols."""
+    """Return whether guards are true for the given numbers of their symbols."""
     known = {symbol: sympy.Integer(number) for symbol, number in numbers.items()}
     return all(guard.xreplace(known) == sympy.true for guard in guards)
 

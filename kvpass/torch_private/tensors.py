@@ -25,7 +25,7 @@ QUESTIONS = frozenset(
 )  # fmt: skip
 """Tensor methods that read only metadata such as shape and dtype.
 
-torch versions differ in which of them they call on a tensor subclass.  2.11 calls them while Dynamo inspects the inputs
+torch versions differ in which ones they call on a tensor subclass.  2.11 calls them while Dynamo inspects the inputs
 of a graph, before it reports that it compiles.
 """
 
@@ -79,7 +79,7 @@ def is_wrapper(value: Any) -> bool:
 
 
 def inner_tensors(wrapper: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors by name that a wrapper holds, and what its class needs besides to make it again."""
+    """Return a wrapper's tensors by name, and the other values that its class needs to make it again."""
     names, context = wrapper.__tensor_flatten__()
     return {name: getattr(wrapper, name) for name in names}, context
 
@@ -106,7 +106,7 @@ def strided_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def map_inner_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return a wrapper around `function` of each inner tensor, at any depth; of a plain tensor its result."""
+    """Return a wrapper around `function` of each inner tensor, at any depth; for a plain tensor its result."""
     if not is_wrapper(value):
         return function(value)
     inner, context = inner_tensors(value)
@@ -115,7 +115,7 @@ def map_inner_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def is_distributed(value: Any) -> bool:
-    """Return whether a tensor is a part of one that several processes hold."""
+    """Return whether a tensor is a part of a tensor that several processes share."""
     distributed = sys.modules.get("torch.distributed.tensor")  # which makes them
     return distributed is not None and isinstance(value, distributed.DTensor)
 
@@ -123,7 +123,7 @@ def is_distributed(value: Any) -> bool:
 def was_inlined(value: Any) -> bool:
     """Return whether Dynamo traces through the `__torch_function__` of a tensor's class.
 
-    Dynamo's graphs then hold a plain tensor.
+    Dynamo's graphs then have a plain tensor.
     """
     plain = (Tensor.__torch_function__, torch.nn.Parameter.__torch_function__)
     return isinstance(value, Tensor) and type(value).__torch_function__ not in plain and not is_wrapper(value)
@@ -206,7 +206,7 @@ class UnwrappedSubclasses:
     Dynamo traces through the `__torch_function__` of some classes, a handle's among them: their tensors are plain
     tensors in the graph.  In that case it turns `__torch_function__` off around the graph, for all tensors.  But
     quantized weights that wrap tensors define their operations in `__torch_function__`, and the graph's operations rely
-    on that.  So the runtime turns it on again inside, and passes tensors of the traced classes as plain tensors.
+    on them.  So the runtime turns it on again inside, and passes tensors of the traced classes as plain tensors.
     """
 
     def __init__(self, handles: Iterable[int] = ()) -> None:

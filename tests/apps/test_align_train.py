@@ -138,7 +138,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, damage):
     settings, checkpoint = dataclasses.replace(SMALL, steps=2), tmp_path / "run.pt"
     train(build("GPT2"), text(), settings, checkpoint)
     damage(checkpoint, torch.load(checkpoint))
-    with pytest.raises(AlignerError, match=r"run.pt is damaged or no checkpoint of a training .*; remove it to start"):
+    with pytest.raises(AlignerError, match=r"run.pt is damaged or not a training checkpoint .*; remove it to start"):
         train(build("GPT2"), text(), settings, checkpoint)
 
 
@@ -198,7 +198,7 @@ def test_a_model_without_a_cache_is_refused():
         signature_of(Bare(), 24)
 
 
-@pytest.mark.parametrize(("out", "said"), [("no/a.safetensors", "there is no folder"), ("", "and is no file")])
+@pytest.mark.parametrize(("out", "said"), [("no/a.safetensors", "there is no folder"), ("", "is not a regular file")])
 @pytest.mark.parametrize("command", ["align train --model", "calibrate", "gates"])
 def test_a_path_that_cannot_be_written_is_refused_before_a_model_is_loaded(command, out, said, tmp_path, capsys):
     assert cli.main([*command.split(), "nowhere", "--out", str(tmp_path / out)]) == 2

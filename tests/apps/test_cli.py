@@ -20,14 +20,14 @@ def refused(arguments, capsys) -> str:
         (["demo", "--budget", "many"], "--budget: 'many' is not a whole number"),
         (["demo", "--policy"], "--policy: expected at least one argument"),
         (["serve", "MODEL", "--port", "65536"], "--port: 65536 is more than 65535"),
-        (["serve", "MODEL", "--drain", "nan"], "--drain: 'nan' is no number from 0 to 86400"),
-        (["eval", "--depth", "0.5", "1.5"], "--depth: '1.5' is no number from 0 to 1"),
-        (["eval", "--depth", "half"], "--depth: 'half' is no number from 0 to 1"),
+        (["serve", "MODEL", "--drain", "nan"], "--drain: 'nan' is not a number from 0 to 86400"),
+        (["eval", "--depth", "0.5", "1.5"], "--depth: '1.5' is not a number from 0 to 1"),
+        (["eval", "--depth", "half"], "--depth: 'half' is not a number from 0 to 1"),
         (["eval", "--restart", "-5"], "--restart: -5 is less than 0"),
         (["eval", "--seed", "4294967296"], "--seed: 4294967296 is more than 4294967295"),
         (["eval", "--tokens", "9223372036854775808"], "--tokens: 9223372036854775808 is more than"),
         (["eval", "--threads", "99999999999"], "--threads: 99999999999 is more than 4096"),
-        (["align", "train", "--rate", "-1"], "--rate: '-1' is no number from 0 to 1"),
+        (["align", "train", "--rate", "-1"], "--rate: '-1' is not a number from 0 to 1"),
     ],
 )
 def test_usage_errors_name_the_argument(arguments, message, capsys):

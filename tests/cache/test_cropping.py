@@ -257,7 +257,7 @@ def test_settings_that_are_no_number_of_tokens(crop: Any) -> None:
 
 
 def test_policies_whose_calls_cannot_be_shortened() -> None:
-    with pytest.raises(kvpass.PolicyError, match=r"crop=4: .*weighs the tokens of a call by how many they are"):
+    with pytest.raises(kvpass.PolicyError, match=r"crop=4: .*weighs the tokens of a call by their count"):
         kvpass.backend("buzz", budget=32, log_n=True, crop=4)
     with pytest.raises(kvpass.PolicyError, match="crop=4: kv_align numbers the tokens"):
         kvpass.backend(**settings("kv_align", "Llama", 8), crop=4)

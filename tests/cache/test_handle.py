@@ -101,7 +101,7 @@ def test_a_stale_handle_is_noticed(model: torch.nn.Module) -> None:
     follow(compiled, cache, ids[:, :2])
     for layer, handles in zip(cache.layers, old, strict=True):  # type: ignore[attr-defined]
         layer.keys, layer.values = handles
-    with pytest.raises(kvpass.CacheHandleError, match=r"14 tokens and has since gone on to 16"):
+    with pytest.raises(kvpass.CacheHandleError, match=r"14 tokens and has since continued to 16"):
         follow(compiled, cache, ids[:, 2:3])
 
 
@@ -197,7 +197,7 @@ def test_a_replaced_tensor_loses_nothing_else(model: torch.nn.Module) -> None:
 def test_another_backend_refuses_the_cache(model: torch.nn.Module) -> None:
     _, cache, ids = started(model)
     other = torch.compile(model, backend=kvpass.backend("window", budget=BUDGET, inner="eager"))
-    with pytest.raises(kvpass.CacheHandleError, match="cannot go on"):
+    with pytest.raises(kvpass.CacheHandleError, match="cannot be continued by"):
         follow(other, cache, ids[:, :1])
 
 

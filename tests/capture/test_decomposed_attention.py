@@ -290,10 +290,10 @@ def squares(x: Tensor) -> Tensor:
 
 
 NO_ATTENTION: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
-    "no second product": (lambda x: squares(x).softmax(-1), "softmax", "0 products are made of it"),
+    "no second product": (lambda x: squares(x).softmax(-1), "softmax", "0 matrix products read it"),
     "no first product": (lambda x: x.softmax(-1) @ x.transpose(-1, -2), "softmax", "not computed from a product"),
-    "training": (lambda x: torch.dropout(squares(x).softmax(-1), 0.5, True) @ x, "softmax", "0 products"),
-    "other logits": (lambda x: squares(x).sin().softmax(-1) @ x, "sin", "no operation on logits that kvpass knows"),
+    "training": (lambda x: torch.dropout(squares(x).softmax(-1), 0.5, True) @ x, "softmax", "0 matrix products"),
+    "other logits": (lambda x: squares(x).sin().softmax(-1) @ x, "sin", "does not support this operation on"),
     "hides nothing": (
         lambda x: squares(x).masked_fill(x.sum() > 0, -1.0).softmax(-1) @ x, "masked_fill", "-1 does not hide a token"
     ),
@@ -349,10 +349,10 @@ def in_place(write: Callable[[Tensor], Any], to: str) -> Callable[[Tensor], Tens
 NO_ATTENTION |= {
     "written by subscript": (in_place(lambda t: t.__setitem__((..., 0), 0.0), "logits"), "setitem", "no operation"),
     "written by a view": (in_place(lambda t: t[..., 0].fill_(0.0), "logits"), "fill_", "another view"),
-    "written by an unknown operation": (in_place(lambda t: t.sin_(), "logits"), "sin_", "no operation on logits"),
-    "probabilities are written": (in_place(lambda t: t.mul_(0.5), "probabilities"), "mul_", "amid the computation"),
-    "keys are written": (in_place(lambda t: t.mul_(0.5), "keys"), "mul_", "amid the computation"),
-    "a bias is written": (in_place(lambda t: t.mul_(0.5), "bias"), "mul_", "amid the computation"),
+    "written by an unknown operation": (in_place(lambda t: t.sin_(), "logits"), "sin_", "not support this operation"),
+    "probabilities are written": (in_place(lambda t: t.mul_(0.5), "probabilities"), "mul_", "during the computation"),
+    "keys are written": (in_place(lambda t: t.mul_(0.5), "keys"), "mul_", "during the computation"),
+    "a bias is written": (in_place(lambda t: t.mul_(0.5), "bias"), "mul_", "during the computation"),
 }
 
 
@@ -374,7 +374,7 @@ def test_a_refusal_says_which_operation_was_not_understood() -> None:
     model, ids = Model(sine).eval(), torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
     torch._dynamo.reset()
     with pytest.raises(
-        kvpass.UnsupportedGraph, match=r"'sin' at .*test_decomposed_attention\.py:\d+: return .*no operation on logits"
+        kvpass.UnsupportedGraph, match=r"'sin' at .*test_decomposed_attention\.py:\d+: return .*not support this op"
     ):
         run(torch.compile(model, backend=kvpass.backend("full", inner="eager")), ids)
 

@@ -151,7 +151,7 @@ def test_calls_without_code_are_refused(model: Any, exported: tuple[Path, str]) 
         loop.prompt(ids[:1, :1])
     with pytest.raises(PolicyError, match="pin: the artifact was exported without code for pinned tokens"):
         loop.prompt(ids[:1], pin=[(0, 2)])
-    with pytest.raises(PolicyError, match="budget: an artifact has its own: load takes pad, read_interval, seed"):
+    with pytest.raises(PolicyError, match="budget: the artifact has this setting: load takes pad, read_interval, seed"):
         kvpass.load(exported[0], model, budget=8)
 
 
@@ -252,7 +252,7 @@ def test_other_versions_processors_and_settings_are_refused(
 
 def test_damaged_folders_are_refused(model: Any, exported: tuple[Path, str], tmp_path: Path) -> None:
     path, digest = exported
-    with pytest.raises(ArtifactError, match="is no artifact"):
+    with pytest.raises(ArtifactError, match="is not an artifact"):
         kvpass.load(tmp_path / "none", model)
     with pytest.raises(ArtifactError, match=f"its digest is {digest}, not 00: it is another artifact"):
         kvpass.load(path, model, digest="00")
@@ -303,7 +303,7 @@ def test_unsupported_exports_are_refused(model: Any, exported: tuple[Path, str],
     with pytest.raises(PolicyError, match=r"batch=2: requests .* have prompts of one row"):
         kvpass.export(model, path, **H2O, rows=2, batch=2)
     (tmp_path / "other").mkdir()
-    for name, message in (("other", "is there, and is no artifact"), ("no/folder", "cannot be written")):
+    for name, message in (("other", "exists and is not an artifact"), ("no/folder", "cannot be written")):
         with pytest.raises(ArtifactError, match=message), artifact_folder.write_folder(tmp_path / name):
             pass
     assert [each.name for each in tmp_path.iterdir()] == ["other"]
@@ -413,7 +413,7 @@ def test_prompts_of_one_length_are_refused(model: Any, tmp_path: Path) -> None:
 def test_models_and_policies_that_need_their_graphs_are_refused(model: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedGraph, match="slots whose number depends on the prompt"):
         kvpass.export(model, tmp_path / "none", policy="d2o", budget=16)
-    with pytest.raises(UnsupportedGraph, match="heads with budgets of their own"):
+    with pytest.raises(UnsupportedGraph, match="heads with different budgets"):
         kvpass.export(model, tmp_path / "none", policy="ada_kv", budget=40, window=8)
     assert not list(tmp_path.iterdir())
 

@@ -155,12 +155,12 @@ def test_a_loop_goes_on_with_equal_tokens(tmp_path: Path) -> None:
             each.prompt(ids[:, :5])
     assert len(first) == 6
     changes: list[tuple[Change, str]] = [
-        (lambda _, tensors: tensors["loop.ids"].fill_(128), "its last tokens or their positions cannot be"),
-        (lambda _, tensors: tensors["loop.position"].fill_(99), "its last tokens or their positions cannot be"),
+        (lambda _, tensors: tensors["loop.ids"].fill_(128), "its last tokens or their positions do not fit"),
+        (lambda _, tensors: tensors["loop.position"].fill_(99), "its last tokens or their positions do not fit"),
         (lambda _, tensors: tensors.update({"loop.random": torch.zeros(3, dtype=torch.uint8)}), "cannot be read"),
         (
             lambda _, tensors: tensors.update({"loop.stopped": torch.ones(3)}),
-            "its stopped are not those of 3 conversations",
+            "its stopped cannot belong to 3 conversations",
         ),
         (lambda header, _: header["config"].update(rms_norm_eps=0.5), "configuration: rms_norm_eps is 1e-06, not 0.5"),
     ]
@@ -270,7 +270,7 @@ def test_what_is_no_file_is_never_replaced(saved: Path, compiled: Any, tmp_path:
     make = {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link to a folder": lambda: path.symlink_to("/")}
     make[kind]()
     before, cache = path.lstat(), kvpass.load_cache(saved, compiled)
-    with pytest.raises(CacheFileError, match="cannot be written: it is there, and is no file"):
+    with pytest.raises(CacheFileError, match="cannot be written: it exists and is not a regular file"):
         kvpass.save_cache(cache, path)
     assert path.lstat() == before
 
@@ -339,10 +339,10 @@ CHANGES: list[tuple[Change, str]] = [
     (lambda header, _: change_layer(header, {"heads": True}), "its heads is True"),
     (lambda header, _: change_layer(header, {"dtype": "int8"}), "its dtype is 'int8'"),
     (lambda header, _: change_layer(header, {"dtype": "nn"}), "its dtype is 'nn'"),
-    (lambda header, _: change_layer(header, row_budgets=[8]), "are not those of 2 rows"),
+    (lambda header, _: change_layer(header, row_budgets=[8]), "do not fit 2 rows"),
     (lambda header, _: change_layer(header, row_budgets=[8, 100]), "its capacity cannot be"),
     (lambda header, _: change_layer(header, length=4), "its index and length cannot be|its length cannot be"),
-    (lambda _, tensors: tensors["0.free"].fill_(9), "its free cannot be those of 13 tokens in 9 slots"),
+    (lambda _, tensors: tensors["0.free"].fill_(9), "its free cannot belong to 13 tokens in 9 slots"),
     (lambda _, tensors: tensors["0.free"].fill_(-1), "its free cannot be"),
     (lambda _, tensors: tensors["0.position"].fill_(99), "its position cannot be"),
     (lambda _, tensors: tensors["0.rank"].fill_(99), "its rank cannot be"),
@@ -444,7 +444,7 @@ def test_other_models_and_settings_are_refused(saved: Path, compiled: Any) -> No
             kvpass.load_cache(saved, torch.compile(build("Llama", layers=1), backend=backend))
     with pytest.raises(CacheFileError, match="it holds no DecodeLoop: pass its model"):
         kvpass.load_cache(saved, kvpass.DecodeLoop(build("Llama", layers=1), "h2o", budget=8))
-    with pytest.raises(CacheFileError, match="a int is no model"):
+    with pytest.raises(CacheFileError, match="a int is not a model"):
         kvpass.load_cache(saved, 3)
 
 
@@ -510,5 +510,5 @@ def test_clocks_that_are_not_those_of_the_policy_are_refused(policy: str, tmp_pa
             lambda header, _, change=change: header["layers"][0].update(clocks=change(header["layers"][0]["clocks"])),  # type: ignore[misc]
             tmp_path / "changed",
         )
-        with pytest.raises(CacheFileError, match="are not those of 2 rows"):
+        with pytest.raises(CacheFileError, match="do not fit 2 rows"):
             kvpass.load_cache(path, compiled)

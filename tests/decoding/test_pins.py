@@ -166,7 +166,7 @@ def test_pins_that_leave_too_little_are_refused_before_anything_runs(model: Trac
 @pytest.mark.parametrize("policy", ["full", "snapkv", "cascade"])
 def test_policies_without_pins_say_why(model: Traced, policy: str) -> None:
     under = model.under(chosen(policy, budget=200))
-    with pytest.raises(PolicyError, match=f"pin: means nothing for '{policy}'"):
+    with pytest.raises(PolicyError, match=f"pin: has no effect under policy '{policy}'"):
         kvpass.prefill(under, prompt(1, 9, ())[0], chunk=9, pin=[(0, 2)])
 
 

@@ -119,7 +119,7 @@ def test_a_refused_prefix_leaves_the_one_before(loop: kvpass.DecodeLoop) -> None
     stale = copy.copy(cache)
     stale.layers = [copy.copy(layer) for layer in cache.layers]
     kvpass.prefill(loop.compiled.call, ids_of(3), chunk=8, cache=cache)
-    with pytest.raises(CacheHandleError, match="has since gone on to"):
+    with pytest.raises(CacheHandleError, match="has since continued to"):
         loop.branch(stale)
     loop.prompt(question)
     assert torch.equal(loop.generate(9), said)
@@ -141,13 +141,13 @@ def test_an_invalid_prefix_is_refused(model: Any, loop: kvpass.DecodeLoop) -> No
     with pytest.raises(RequestError, match="this one has 2 rows and 3 tokens of padding"):
         serving.add([5], prefix=read(loop, *prompt(2, 9, (3, 0))))
     loop.branch(prefix)
-    with pytest.raises(CacheHandleError, match="a prompt of 2 rows behind a prefix of 1"):
+    with pytest.raises(CacheHandleError, match="a prompt of 2 rows after a prefix of 1"):
         loop.prompt(ids_of(4, 2))
     name = serving.add([5], prefix=prefix)
     kvpass.prefill(loop.compiled.call, ids_of(3), chunk=8, cache=prefix)
     (output,) = [output for output in serving if output.request_id == name]
     assert output.error is not None
-    assert "its prefix has gone on from 9 to 12 tokens" in output.error
+    assert "its prefix was continued from 9 to 12 tokens" in output.error
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_refusals() -> None:
         serving_loop(rows=None).add([3])
     with pytest.raises(kvpass.BudgetError, match="budget=None"):
         serving_loop(policy="full", budget=None)
-    with pytest.raises(kvpass.PolicyError, match="holds a prompt whole"):
+    with pytest.raises(kvpass.PolicyError, match="caches a whole prompt"):
         serving_loop(policy="d2o", compress_at="first_decode")
 
 
@@ -309,7 +309,7 @@ def test_a_refused_request_of_a_batch_is_not_a_pending_one_of_that_name() -> Non
         (dict(ids=[500]), "not in the vocabulary"),
         (dict(ids=[500], request_id="mine"), "not in the vocabulary"),
         (dict(ids=[3], stop=[*range(9)]), "9 tokens to stop at"),
-        (dict(ids=[3], request_id="req_0"), "is there already"),
+        (dict(ids=[3], request_id="req_0"), "exists already"),
     ],
 )
 def test_a_refused_request_changes_neither_names_nor_seeds_of_later_ones(refused: Any, message: str) -> None:

@@ -119,7 +119,7 @@ def test_other_requests_are_kept(served: Served) -> None:
     first = loop.add(prompts((5,))[0], max_new_tokens=3)
     done = loop.generate_batch(prompts((9, 17)), max_new_tokens=6)
     assert first not in done
-    with pytest.raises(kvpass.RequestError, match="is there already"):  # its last output is not delivered yet
+    with pytest.raises(kvpass.RequestError, match="exists already"):  # its last output is not delivered yet
         loop.add(prompts((5,))[0], max_new_tokens=3, request_id=first)
     later = [output for output in loop.step() if output.request_id == first]
     assert later[-1].is_finished()

@@ -263,7 +263,7 @@ def test_invalid_budgets_are_refused() -> None:
         kvpass.backend("ada_kv", budget=0.5)
     with pytest.raises(BudgetError, match="needs a budget"):
         kvpass.backend("ada_kv")
-    with pytest.raises(PolicyError, match="positions='cache': heads hold different numbers of tokens"):
+    with pytest.raises(PolicyError, match="positions='cache': heads keep different numbers of tokens"):
         kvpass.backend("ada_kv", budget=80, positions="cache")
     with pytest.raises(PolicyError, match="at most 4 different numbers"):
         resolve("ada_kv", {"shares": (5.0, 4.0, 3.0, 2.0, 1.0)})
@@ -280,7 +280,7 @@ def test_invalid_budgets_are_refused() -> None:
 def test_a_mask_for_each_head_is_refused() -> None:
     run = compiled(zoo.build("bloom", "causal"))
     cache = run(ids(1, 20) % 60, use_cache=True).past_key_values
-    with pytest.raises(UnsupportedGraph, match=r"each head has a mask of its own.*'snapkv'"):
+    with pytest.raises(UnsupportedGraph, match=r"each head has its own mask.*'snapkv'"):
         run(ids(1, 1) % 60, past_key_values=cache, use_cache=True)
 
 

@@ -152,7 +152,7 @@ def test_bad_options_are_named(options, named):
 
 @pytest.mark.parametrize(("budget", "nearest"), [(69, 68), (71, 72), (9, 8)])
 def test_a_budget_that_does_not_divide_names_the_nearest_that_does(budget, nearest):
-    with pytest.raises(BudgetError, match=f"nearest that does is {nearest}$"):
+    with pytest.raises(BudgetError, match=f"nearest divisible budget is {nearest}$"):
         Cascade().check_budget(budget)
     Cascade().check_budget(nearest)
 

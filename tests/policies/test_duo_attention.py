@@ -109,12 +109,12 @@ def test_files(tmp_path: Path) -> None:
     for text in ("1.0 2.0\n3.0\n", "a\tb\n", ""):
         table.write_text(text)
         with pytest.raises(
-            CalibrationError, match=r"no table of gates, which has a line for each layer|finite numbers"
+            CalibrationError, match=r"not a table of gates, which has a line for each layer|finite numbers"
         ):
             HeadGates.of_table(table, "llama")
     with pytest.raises(CalibrationError, match="cannot read a file of gates"):
         HeadGates.load(tmp_path / "none")
-    with pytest.raises(CalibrationError, match="is no table of gates"):
+    with pytest.raises(CalibrationError, match="is not a table of gates"):
         HeadGates.of_table(tmp_path / "none", "llama")
     with pytest.raises(CalibrationError, match="finite numbers of the shape"):
         gates_of([float("nan")])
@@ -140,7 +140,7 @@ def test_missing_and_mismatched_gates_are_refused() -> None:
         kvpass.backend("duo_attention", gates=random_gates(), budget=300)
     with pytest.raises(BudgetError, match=r"budget=0\.5: 'duo_attention' gives heads classes"):
         kvpass.backend("duo_attention", gates=random_gates(), budget=0.5)
-    with pytest.raises(PolicyError, match="positions='cache': heads hold different numbers of tokens"):
+    with pytest.raises(PolicyError, match="positions='cache': heads keep different numbers of tokens"):
         kvpass.backend("duo_attention", gates=random_gates(), budget=400, positions="cache")
     with pytest.raises(PolicyError, match="streaming heads keep the first and the last tokens alone"):
         resolve("duo_attention", {"gates": random_gates(), "keep_prompt": True})

@@ -127,14 +127,14 @@ class Merging:
 
 def test_a_hook_that_the_base_class_hides_is_refused() -> None:
     assert dataclasses.dataclass(frozen=True)(type("First", (Merging, H2O), {"__module__": __name__}))().merges
-    with pytest.raises(kvpass.PolicyError, match="Last: the 'merge_evicted' of Merging is hidden by that of Policy"):
+    with pytest.raises(kvpass.PolicyError, match="Last: the 'merge_evicted' of Merging is hidden by Policy's"):
         dataclasses.dataclass(frozen=True)(type("Last", (H2O, Merging), {"__module__": __name__}))()
 
 
 def test_a_default_that_no_dataclass_reads_is_refused() -> None:
     """Check the error: the base dataclass would set its own default."""
     cls = type("Heavier", (H2O,), {"__module__": __name__, "__annotations__": {"heavy": "float"}, "heavy": 0.9})
-    with pytest.raises(kvpass.PolicyError, match="Heavier: 'heavy' is no option, as the class is no dataclass"):
+    with pytest.raises(kvpass.PolicyError, match="Heavier: 'heavy' is not an option, as the class is not a dataclass"):
         cls()
 
 

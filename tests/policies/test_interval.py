@@ -68,8 +68,8 @@ def test_between_compactions_nothing_goes() -> None:
         ("full", "it evicts no token"),
         ("buzz", "it evicts in batches already"),
         ("cascade", "each new token pushes one token"),
-        ("d2o", "each evicted token is merged"),
-        ("sage", "it selects by a schedule of its own"),
+        ("d2o", "each token is merged when"),
+        ("sage", "it selects on its own schedule"),
     ],
 )
 def test_policies_with_a_schedule_of_their_own_say_so(name: str, reason: str) -> None:
@@ -160,12 +160,12 @@ def test_reports_have_both_numbers() -> None:
     cache = teacher_forced(model, ids, mask, [12], policy="h2o", **given, inner="eager").cache
     report = kvpass.inspect(cache)
     assert (report.layers[0].budget, report.layers[0].compacted) == (9, 6)
-    said = "interval=4: 6 to 9 tokens are held between compactions"
+    said = "interval=4: 6 to 9 tokens are cached between compactions"
     assert said in str(report)
     assert said in str(kvpass.explain(model, "h2o", **given)(ids))
     assert "interval" not in str(kvpass.explain(model, "h2o", budget=9)(ids))
     shared = kvpass.explain(model, "h2o", budget=0.75, interval=4)(ids)
-    assert "interval=4: budget + 1 - 4 tokens are held after a compaction" in str(shared)
+    assert "interval=4: budget + 1 - 4 tokens are cached after a compaction" in str(shared)
 
 
 def test_the_tables_of_eval_have_both_numbers() -> None:

@@ -176,12 +176,12 @@ def test_a_pinned_prompt_must_leave_the_minimum_budget(compiled: bool) -> None:
 
 @pytest.mark.parametrize("name", [name for name in names() if name in ROWS and name not in (*KEEPING, "kv_align")])
 def test_keep_prompt_is_refused_with_a_reason(name: str) -> None:
-    with pytest.raises(PolicyError, match=f"means nothing for {name!r}: .{{10}}"):
+    with pytest.raises(PolicyError, match=f"has no effect under policy {name!r}: .{{10}}"):
         resolve(name, {"keep_prompt": True})
 
 
 def test_keep_prompt_is_refused_with_an_aligner() -> None:
-    with pytest.raises(PolicyError, match="means nothing for 'kv_align'"):
+    with pytest.raises(PolicyError, match="has no effect under policy 'kv_align'"):
         dataclasses.replace(kvpass.policies.get("kv_align")(aligner=random_aligner("direct")), keep_prompt=True)
 
 

@@ -215,7 +215,7 @@ def test_queries_and_keys_that_are_rotated_apart_stand_at_their_ranks(apart: boo
 @pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
 def test_rows_that_count_alike_have_no_ranks_of_their_own(shape: tuple[int, ...]) -> None:
     model = Rotated(False, shape)
-    with pytest.raises(kvpass.UnsupportedGraph, match="count their tokens in one vector"):
+    with pytest.raises(kvpass.UnsupportedGraph, match="share one vector of positions"):
         last_output(by_rank(model, 8), 2)
     absolute = last_output(by_rank(model, 32, positions=None), 2)
     assert torch.allclose(absolute, last_output(model, 2), atol=1e-5)

@@ -1,4 +1,4 @@
-"""Draw training pairs: rows of the same tokens in a whole window, and in one that has lost some tokens."""
+"""Draw training pairs: rows of the same tokens in a whole window, and in a window without some tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TrainingPairs:
     target_key: Tensor
     target_value: Tensor
     position: Tensor  # int64 [N], the positions in the whole windows
-    rank: Tensor  # int64 [N], those in the shortened windows
+    rank: Tensor  # int64 [N], the positions in the shortened windows
 
     def select(self, rows: Tensor) -> TrainingPairs:
         """Return the pairs of some rows, int64 [n]."""
@@ -69,7 +69,7 @@ def run_windows(model: Any, ids: Tensor) -> WholeRows:
 
 
 def pair(model: Any, windows: WholeRows, dropped: int, sinks: int) -> TrainingPairs:
-    """Return the rows after a deletion after the sinks, as they were and as the model makes them without it."""
+    """Return the rows after tokens deleted after the sinks, as they were and as computed without these tokens."""
     ids = windows.ids
     shortened = _stack_layers(cached_vectors(model, torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)))
     inputs = [_flat(rows[:, :, :, sinks + dropped :]) for rows in (windows.key, windows.value)]

@@ -44,15 +44,15 @@ class TrainingSettings:
     Attributes:
         window: the largest window M that the aligner is for.
         recipe: "direct", or "paper" for rows that move by `every` positions at a time.
-        tokens: of a step, before any deletion.
-        parts: of "paper": parts of a step's rows, each for an update of its own.
+        tokens: the tokens of a step, before any deletion.
+        parts: for "paper": parts of a step's rows, each for a separate update.
         deletions: how many numbers of deleted tokens a step of "direct" draws.
         rate: the highest learning rate; it falls to a hundredth along a cosine.
         decay, clip: weight decay and the norm that gradients are clipped to.
-        hidden: sizes of the two hidden layers, of "paper" in the network of keys; None for (96, 96), and of "paper" for
-            the paper's on DistilGPT2.
-        hidden_values: of "paper", those in the network of values; None for `hidden`, or else the paper's.
-        embedding: of "direct", how many numbers say a position.
+        hidden: sizes of the two hidden layers, for "paper" of the key network; None for (96, 96), and for "paper"
+            the paper's sizes on DistilGPT2.
+        hidden_values: for "paper", the sizes of the value network; None for `hidden`, or else the paper's.
+        embedding: for "direct", how many numbers encode a position.
     """
 
     window: int = 255
@@ -80,7 +80,7 @@ class TrainingSettings:
             raise AlignerError(f"rate={self.rate}: must be above zero")
         if self.every < 1 or self.window <= self.sinks + self.every:
             raise AlignerError(
-                f"window={self.window} with every={self.every} leaves nothing to move behind {self.sinks} sinks"
+                f"window={self.window} with every={self.every} leaves nothing to move after {self.sinks} sinks"
             )
 
 
@@ -89,8 +89,8 @@ class AlignmentErrors:
     """Mean squared errors of keys and values on held-out text, with and without repair.
 
     Attributes:
-        key_ratio, value_ratio: the error with repair as a share of that without.
-        ratio: their mean.
+        key_ratio, value_ratio: the error with repair as a share of the error without.
+        ratio: the mean of both.
     """
 
     key: float
@@ -124,7 +124,7 @@ def train(model: Any, stream: Tensor, settings: TrainingSettings, checkpoint: Pa
     """Train an aligner.
 
     Args:
-        model: see `kvpass.policies.aligners.signature.signature_of`; its weights are left alone.
+        model: see `kvpass.policies.aligners.signature.signature_of`; its weights stay unchanged.
         stream: int64 [T], the text; its last twentieth is held out to measure errors on.
         checkpoint: file from which a later run continues.
 
@@ -219,7 +219,7 @@ class _Trainer:
         return torch.stack([self._error(rows, pairs) for rows, pairs in zip(repaired, step_data, strict=True)]).mean()
 
     def _error(self, repaired: tuple[Tensor, Tensor], pairs: TrainingPairs) -> Tensor:
-        """Return the mean squared error over layers, keys and values, as a share of that without repair."""
+        """Return the mean squared error over layers, keys and values, as a share of the error without repair."""
         scales = self.scale
         errors = [_error_by_layer(repaired[0], pairs.target_key), _error_by_layer(repaired[1], pairs.target_value)]
         if self.settings.recipe == "paper":  # a plain mean squared error
@@ -257,16 +257,16 @@ class _Trainer:
                 self.optimizer.load_state_dict(state["optimizer"])
                 self.steps_done, self.seconds_spent = int(state["step"]), float(state["seconds"])
                 return
-        except Exception as error:  # a file that another program wrote raises what it likes
+        except Exception as error:  # a file of another program may raise any error
             raise AlignerError(
-                f"{self.checkpoint} is damaged or no checkpoint of a training ({type(error).__name__}); remove it to "
+                f"{self.checkpoint} is damaged or not a training checkpoint ({type(error).__name__}); remove it to "
                 "start anew"
             ) from error
         other = "another model or text" if settings == repr(self.settings) else settings
-        raise AlignerError(f"{self.checkpoint} is of another run, with {other}; remove it to start anew")
+        raise AlignerError(f"{self.checkpoint} is of another run, with {other}; remove it to start again")
 
     def _save(self, step: int, seconds: float) -> None:
-        """Write the checkpoint; a run that is killed meanwhile leaves the one before."""
+        """Write the checkpoint; a run that is killed meanwhile leaves the previous checkpoint."""
         if self.checkpoint is None:
             return
         state = {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -1,4 +1,4 @@
-"""Hold a conversation that goes on past the budget, with the model's chat template."""
+"""Hold a conversation that continues past the budget, with the model's chat template."""
 
 from __future__ import annotations
 

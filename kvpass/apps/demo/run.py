@@ -83,10 +83,10 @@ def _quiet() -> Iterator[None]:
 
 @dataclasses.dataclass
 class Contender:
-    """One policy, or the uncompiled model, with what it has shown so far.
+    """One policy, or the uncompiled model, with its results so far.
 
     Attributes:
-        loop: decodes; or the reason why kvpass refuses the policy.
+        loop: decodes tokens; or the reason why kvpass refuses the policy.
         budget: slots; None if nothing is evicted.
         recorder: records the positions in the cache along the book, the only text that a part scores.
     """
@@ -281,7 +281,7 @@ class Demo:
     def kept(self) -> PartResult:
         """Say which tokens each policy had cached at the end of the book, in one layer."""
         layer = self.contenders[0].recorder.layer
-        caption = f"Tokens that layer {layer}, KV head 0 held at the end of the book."
+        caption = f"Tokens that layer {layer}, KV head 0 cached at the end of the book."
         snapshots_by_policy = {
             contender.name: contender.recorder.snapshots
             for contender in self.contenders
@@ -297,12 +297,12 @@ class Demo:
             figure = plots.cached_positions(snapshots_by_policy, length, caption, band=max(1, length // 256))
         return PartResult(caption, [dict(row) for row in table.rows], figure)
 
-    # -- what parts share --------------------------------------------------------------------------------------------
+    # -- shared by parts ----------------------------------------------------------------------------------------------
 
     def _table(
         self, part: str, caption: str, measure: Measure, columns: Columns, contenders: Sequence[Contender] | None = None
     ) -> list[Row]:
-        """Measure every contender, and print a row for each as soon as it is there."""
+        """Measure every contender, and print a row for each as soon as it is complete."""
         table, rows = PrintedTable(len(FULL)), list[Row]()
         self.head(caption)
 
@@ -315,7 +315,7 @@ class Demo:
     def _each(
         self, part: str, action: Callable[[Session], Any], contenders: Sequence[Contender] | None = None
     ) -> Iterator[tuple[Contender, Any]]:
-        """Yield every contender with what the action gives for it, or the reason why kvpass refuses."""
+        """Yield every contender with the action's result for it, or the reason why kvpass refuses."""
         for contender in contenders or self.contenders:
             self.bar.set_description(f"{part}: {contender.name}")
             if isinstance(contender.loop, KVPassError):
@@ -326,7 +326,7 @@ class Demo:
                 contender.loaded, contender.loop, self.texts, "chunk", self.sizes.chunk, contender.budget,
                 self.bar.update, watch,
             )  # fmt: skip
-            # What is timed runs as it is; the rest takes half as long so, on a CPU without products of 16 bits.
+            # Timed parts run unchanged; other parts take half as long this way, on a CPU without products of 16 bits.
             in_float32 = contender.name == FULL and part != "cost"
             with InFloat32() if in_float32 else contextlib.nullcontext():
                 outcome = unless_refused(functools.partial(action, session))

@@ -15,10 +15,10 @@ FULL = "full, uncompiled"
 
 @dataclasses.dataclass(frozen=True)
 class DemoSizes:
-    """How much of everything; the defaults take eight minutes of processor time.
+    """The amounts of everything; the defaults take eight minutes of processor time.
 
     Attributes:
-        answer: tokens of an answer of the chat at most.
+        answer: the largest number of tokens of an answer of the chat.
         chunk: tokens that are fed together, after which a policy evicts.
         beyond: tokens of the book beyond the trained range.
         book: tokens of the book for a model whose trained range is unknown.
@@ -42,7 +42,7 @@ class DemoSizes:
 
 @dataclasses.dataclass(frozen=True)
 class DemoSettings:
-    """What to show.
+    """The settings of the demo.
 
     Attributes:
         model: name or path for transformers; None for the packaged checkpoint, or for the bundled models where the

@@ -1,4 +1,4 @@
-"""Measure how far a policy's predictions are from those of the same model with a full cache."""
+"""Measure how far a policy's predictions are from the same model's with a full cache."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class AgreementMeasure:
     over documents, which all have the same weight, and intervals are bootstrapped over documents.
 
     Attributes:
-        documents: how many, cut from the texts in turn.
-        tokens: of each document, the token that begins it included.
+        documents: the number of documents, cut from the texts in turn.
+        tokens: the tokens of each document, including the token that begins it.
         batch: documents that are rows of one batch.
         edges: first distance of each bin.
-        seed: of the bootstrap.
+        seed: the seed of the bootstrap.
     """
 
     documents: int = 8

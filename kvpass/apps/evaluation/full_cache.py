@@ -59,7 +59,7 @@ class FullCache:
     @staticmethod
     @torch.no_grad()
     def of(model: Any) -> FullCache:
-        """Run the model on one token and return what it cached; layers without keys and values are left out."""
+        """Run the model on one token and return the cached layers; layers without keys and values are left out."""
         ids = torch.zeros(1, 1, dtype=torch.int64, device=model_access.device_of(model))
         cache = model_access.cache_of_output(model.forward(input_ids=ids, use_cache=True))
         layers = [
@@ -76,7 +76,7 @@ class FullCache:
     def budget(self, share: float, tokens: int, policy: Policy, kv_dtype: KVDtype | None) -> int:
         """Return the largest budget whose slots take at most `share` of the bytes of `tokens` cached tokens.
 
-        Policies that give layers different budgets are counted with the mean of these.
+        Policies that give layers different budgets are counted with the mean of the budgets.
 
         Raises:
             BudgetError: the smallest budget of the policy takes more bytes.
@@ -87,7 +87,7 @@ class FullCache:
         def slot_bytes(budget: int) -> int:
             return sum(count * layer.slot_bytes(policy, budget, kv_dtype) for layer, count in layer_counts.items())
 
-        upper, lower = 8 * tokens, max(1, policy.fitting_budget(0))  # `upper`: more than four bits in place of 32 allow
+        upper, lower = 8 * tokens, max(1, policy.fitting_budget(0))  # `upper`: more than four bits instead of 32 allow
         largest = bisect.bisect_right(range(upper), max_bytes, lo=lower, hi=max(lower, upper), key=slot_bytes) - 1
         budget = policy.fitting_budget(largest) if largest else 0
         if not 0 < budget <= largest:

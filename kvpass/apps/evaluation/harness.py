@@ -73,7 +73,7 @@ class BoundedLM(HFLM):  # type: ignore[misc]
         """
         Args:
             pretrained: a name or folder of a causal model, or the model itself with `tokenizer=`.
-            policy: its name, with options after colons: `cascade:cascades=8:sinks=4` (`kvpass.policies.parse`).
+            policy: the policy, with options after colons: `cascade:cascades=8:sinks=4` (`kvpass.policies.parse`).
             budget, kv_dtype, positions, inner: see `kvpass.backend`.
             prefill_chunk: tokens of a context that are fed together, see `kvpass.prefill`; None for whole contexts.
             scoring: how log-likelihoods are computed: "token" and "chunk" feed continuations to a bounded cache, see
@@ -123,7 +123,7 @@ class BoundedLM(HFLM):  # type: ignore[misc]
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **options: Any
     ) -> Tensor:
-        """Generate in place of the harness's call of `model.generate`: int64 [B, T + n], until the last row ends."""
+        """Generate instead of the harness's call of `model.generate`: int64 [B, T + n], until the last row ends."""
         loop = self.loop(**_sampling(options))
         loop.reset()
         loop.prompt(context, attention_mask)
@@ -162,7 +162,7 @@ class BoundedLM(HFLM):  # type: ignore[misc]
         return answers
 
     def _cut_to_positions(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """Return the end of both that the model has positions for; the last token is never fed."""
+        """Return the part at the end of both that the model has positions for; the last token is never fed."""
         limit = self.max_length + 1
         require(0 < len(continuation) < limit, "continuation", len(continuation), f"must have 1 to {limit - 1} tokens")
         return context[-(limit - len(continuation)) :], continuation
@@ -180,7 +180,7 @@ class _Ends:
         self.ended = [False] * rows
 
     def until_all(self, columns: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yield columns int64 [B] up to the one that ends the last row."""
+        """Yield columns int64 [B] up to the column that ends the last row."""
         for column in columns:
             yield column
             for row, token in enumerate(column.tolist()):
@@ -195,7 +195,7 @@ class _Ends:
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a loop for those of `generate`."""
+    """Return the settings of a loop for the settings of `generate`."""
     unused = {
         name: value for name, value in options.items() if name not in ("do_sample", "temperature", "top_k", "top_p")
     }

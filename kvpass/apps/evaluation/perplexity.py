@@ -1,4 +1,4 @@
-"""Measure perplexity: of many files, each from an empty cache as for PG19, and of one unbroken stream of them."""
+"""Measure perplexity: of many files, each from an empty cache as for PG19, and of one unbroken stream of files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Perplexity:
     the second half is scored, decoded token by token.
 
     Attributes:
-        tokens: of each file at most, the token that begins a text included.
+        tokens: the most tokens of a file, including the token that begins a text.
         batch: files that are rows of one batch.
     """
 
@@ -38,7 +38,7 @@ class Perplexity:
         return self.tokens
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield a row for each file of three tokens or more, and one for all of their tokens together."""
+        """Yield a row for each file of at least three tokens, and a row for all their tokens together."""
         losses: list[float] = []
         files = ((name, text[: self.tokens - 1]) for name, text in session.texts.items() if len(text) > 2)
         while group := list(islice(files, self.batch)):
@@ -74,9 +74,9 @@ class StreamMeasure:
     """Perplexity of each part of a stream: the files one after the other on one cache.
 
     Attributes:
-        tokens: of the stream.
+        tokens: the tokens of the stream.
         restart: tokens after which the cache is emptied, as a full cache must be at the end of the model's range; the
-            stream goes on with the token that begins a text.  0 for never.
+            stream continues with the token that begins a text.  0 for never.
         parts: pieces of equal length, each with its perplexity.
     """
 

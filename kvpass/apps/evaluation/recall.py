@@ -23,7 +23,7 @@ from kvpass.decoding.model_call import ModelCall
 from kvpass.errors import KVPassError
 
 VALUE = 4  # words of a value
-TIMES = 2  # that a pair is said: it has been of use once before it is asked for
+TIMES = 2  # that a pair is said: it has been useful once before a question needs it
 LINE = VALUE + 3  # tokens of a pair: mark, key, value, end
 MARK, END = "$", "\n"
 _WORD = re.compile("[\u0120\u2581][a-z]{3,}")  # with the blank before it, as the two kinds of tokenizers write it
@@ -69,7 +69,7 @@ class PlantedPairs:
     Attributes:
         text: int64 [B, T]; its last token is followed by a question.
         pairs: int64 [B, N, 3 + V], the lines; line n ends `distances[n]` tokens before the text does.
-        times: how often each line stands there, one after the other.
+        times: how often each line is repeated, without a gap.
     """
 
     text: Tensor
@@ -102,7 +102,7 @@ def plant(
     """Plant a pair for each distance into every row of documents int64 [B, T]; the text stays T tokens long.
 
     Each line is said `times` times.  At the second time a model that recalls attends to the first, so a policy can see
-    that the pair is of use.
+    that the pair is useful.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = [vocabulary.pairs(len(distances), value, generator) for _ in documents]
@@ -120,9 +120,9 @@ class RecallMeasure:
     """The share of values that are predicted after their keys, each pair on a copy of the cache.
 
     Attributes:
-        distances: tokens between the end of a pair and the end of the text; every text has a pair at each.
+        distances: tokens between the end of a pair and the end of the text; every text has a pair at each distance.
         trials: texts, rows of one batch.
-        seed: of the pairs.
+        seed: the seed of the pairs.
     """
 
     distances: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
@@ -134,7 +134,7 @@ class RecallMeasure:
 
     @property
     def needed_slots(self) -> int:
-        return max(self.distances) + 64  # a pair, what is before it, and a question
+        return max(self.distances) + 64  # a pair, the text before it, and a question
 
     def rows(self, session: Session) -> Iterator[Row]:
         """Yield for each distance the share of values that are entirely right, and the share of right words."""
@@ -147,7 +147,7 @@ class RecallMeasure:
             yield {"distance": distance, **shares, "trials": self.trials}
 
     def planted(self, session: Session) -> PlantedPairs:
-        """Return texts of one length with a pair at each distance; their tokens are those of the session's texts."""
+        """Return texts of one length with a pair at each distance; their tokens come from the session's texts."""
         gaps = [after - before for before, after in pairwise(sorted(self.distances))]
         pair_tokens = TIMES * LINE
         require(

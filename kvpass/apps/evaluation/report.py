@@ -48,7 +48,7 @@ def _tokens_after_compaction(result: Result) -> Row:
 
 
 def describe_case(key: Mapping[str, Any]) -> str:
-    """Return how a case was measured, in a line."""
+    """Return a line that says how a case was measured."""
     fed = f"chunks of {key['chunk']}" if key["prefill"] == "chunk" else key["prefill"]
     words = {name: value if isinstance(value, list) else [value] for name, value in key["settings"].items()}
     fields = ", ".join(f"{name} {'/'.join(map(str, values))}" for name, values in words.items())

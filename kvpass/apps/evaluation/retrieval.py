@@ -33,7 +33,7 @@ def lighthouse(place: str, number: str) -> tuple[str, str]:
 
 
 def mentions(statement: Sequence[int], secret: Sequence[int]) -> list[list[int]]:
-    """Return the indices of each occurrence of `secret` in `statement`; all of it if the tokenizer has merged it."""
+    """Return the indices of each occurrence of `secret` in `statement`; the whole statement if none is found."""
     starts = range(len(statement) - len(secret) + 1)
     spans = [list(range(start, start + len(secret))) for start in starts if statement[start:][: len(secret)] == secret]
     return spans or [list(range(len(statement)))]
@@ -48,7 +48,7 @@ class RetrievalMeasure(abc.ABC):
         depths: where the statement stands in the surrounding text, from 0 (first) to 1 (last).
         trials: prompts for each length and depth.
         batch: prompts that are rows of one batch.
-        seed: of the numbers and the surrounding texts.
+        seed: the seed of the numbers and the surrounding texts.
     """
 
     lengths: tuple[int, ...] = (1024,)
@@ -87,7 +87,7 @@ class RetrievalMeasure(abc.ABC):
                 }
 
     def _answers(self, session: Session, length: int, depth: float) -> list[tuple[bool, float]]:
-        """Return for each prompt whether its number is said, and the share of heads that hold it before the answer."""
+        """Return for each prompt whether its number is said, and the share of heads that cache it before the answer."""
         draws = [random.Random(f"{self.name} {self.seed} {length} {depth} {trial}") for trial in range(self.trials)]
         secrets = [str(draw.randrange(10_000, 100_000)) for draw in draws]
         prompts = [self._prompt(session, length, depth, *arguments) for arguments in zip(secrets, draws, strict=True)]
@@ -134,7 +134,7 @@ class Passkey(RetrievalMeasure):
 
 @dataclasses.dataclass(frozen=True)
 class Needle(RetrievalMeasure):
-    """A number in the texts, which are read from a random position on."""
+    """A number in the texts, which are read from a random position."""
 
     name: ClassVar[str] = "needle"
 

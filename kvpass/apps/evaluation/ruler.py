@@ -3,8 +3,8 @@
 "What's the Real Context Size of Your Long-Context Language Models?" https://arxiv.org/abs/2404.06654
 
 Needles among other needles, variables that are assigned to each other, and the most common words of a list.  The
-question stands at the end of the prompt, or comes as a turn of its own once the prompt has been compressed: then the
-policy cannot know what will be asked.
+question stands at the end of the prompt, or comes as a separate turn after the prompt was compressed: then the
+policy cannot know the question.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from kvpass.apps.evaluation.session import Row, Session
 from kvpass.arguments import require
 
 ANSWER = 48
-"""The most tokens of an answer: of five words."""
+"""The most tokens of an answer of five words."""
 COMMON, FREQUENT, CODED = 5, 3, 24
-"""Words that a question asks for: common ones, and frequent ones among so many made-up words."""
+"""Words that a question asks for: common words, and frequent words among a number of made-up words."""
 CHAIN = 3
 """Variables that have the value asked for, one directly."""
 LEAST_WORDS = 4 * CODED
@@ -42,7 +42,7 @@ class Task:
     Attributes:
         question: text up to where the answer is expected.
         answers: strings; the share of them that the answer has is the score.
-        context: returns at most so many token ids that the question is about.
+        context: returns at most a given number of token ids that the question is about.
     """
 
     question: str
@@ -74,7 +74,7 @@ def variables(session: Session, draw: random.Random) -> Task:
 
 
 def common_words(session: Session, draw: random.Random) -> Task:
-    """List words of which every second one is one of a few."""
+    """List words; every second one is one of a few common words."""
     text = session.loaded.tokenizer.decode(session.filler(draw.randrange(2**20), POOL))
     pool = sorted(set(WORD.findall(text)))
     require(len(pool) > 10 * COMMON, "texts", len(pool), "must have more different words")
@@ -123,7 +123,7 @@ def _hide(
 def _numbered_list(
     session: Session, draw: random.Random, words: Callable[[int], list[str]]
 ) -> Callable[[int], list[int]]:
-    """Return a context of words as a numbered list in random order; `words` gives about so many."""
+    """Return a context of words as a numbered list in random order; `words` returns about as many as asked."""
     seed = draw.random()
 
     def encoded_list(count: int) -> list[int]:
@@ -156,8 +156,8 @@ class RulerMeasure:
     Attributes:
         lengths: tokens of context and question together.
         trials: problems for each task and length.
-        agnostic: whether the question comes as a turn of its own.
-        seed: of all that is drawn.
+        agnostic: whether the question comes as a separate turn.
+        seed: the seed of all draws.
     """
 
     tasks: tuple[str, ...] = tuple(TASKS)

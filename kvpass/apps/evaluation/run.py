@@ -63,7 +63,7 @@ def settings_of(parsed: argparse.Namespace) -> EvaluationSettings:
     alone = ", ".join(name for name in dict.fromkeys(parsed.measure) if name in WITHOUT_ROWS)
     if parsed.rows > 1 and alone:
         raise KVPassError(
-            f"--rows {parsed.rows}: means nothing for {alone}; leave it out, in a run of its own with the same --out"
+            f"--rows {parsed.rows}: has no effect on {alone}; leave it out, in a separate run with the same --out"
         )
     names = ("prefill", "chunk", "model", "device", "dtype", "kv_dtype", "inner", "out")
     return EvaluationSettings(
@@ -98,7 +98,7 @@ def main(parsed: argparse.Namespace) -> None:
     reported = [result for key in keys for result in results.entries if result.key == key]
     print(report.write(settings.out, settings.measures, reported), end="")
     if all(result.error is not None for result in reported):
-        raise KVPassError(f"nothing was measured, as every case is refused; the first one: {reported[0].error}")
+        raise KVPassError(f"nothing was measured, because every case is refused; the first one: {reported[0].error}")
 
 
 class _Runner:

@@ -23,7 +23,7 @@ SLICE = 4  # tokens whose distributions are compared together: copies in float32
 
 @dataclasses.dataclass(frozen=True)
 class ScoringBatch:
-    """Contexts and their continuations; all rows begin to be scored at the same column.
+    """Contexts and their continuations; the scores of all rows begin at the same column.
 
     Attributes:
         ids: int64 [B, T + n], the contexts padded on the left to T, the continuations on the right to n.
@@ -76,7 +76,7 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class AgreementScores:
-    """The distance of a policy's predictions of continuations from those with a full cache.
+    """The distance of a policy's predictions of continuations from predictions with a full cache.
 
     Attributes:
         divergence: float32 [B, n], KL(full || policy) of the distribution of each token, in nats; zero for padding.
@@ -136,7 +136,7 @@ class FullPredictions:
     """Logits of a model with a full cache; the logits of short texts are stored for all policies."""
 
     LIMIT: ClassVar[int] = 2**30
-    """Bytes that are stored at most."""
+    """The most bytes that are stored."""
 
     def __init__(self, model_call: ModelCall) -> None:
         self._model_call = model_call  # of the model without kvpass
@@ -171,7 +171,7 @@ def agreement(
     feed: Feed,
     tick: Callable[[int], object],
 ) -> AgreementScores:
-    """Compare predictions with those of the same model with a full cache, on the same tokens; see `score`."""
+    """Compare predictions with the same model's with a full cache, on the same tokens; see `score`."""
     scores: list[tuple[Tensor, ...]] = []
     for (position, logits, _), expected in zip(
         pieces(model_call, batch, chunk, feed), full.of(batch, chunk, feed), strict=True
@@ -217,13 +217,13 @@ def _score_together(model_call: ModelCall, batch: ScoringBatch, chunk: int | Non
 
 
 def _of_continuations(batch: ScoringBatch, scores: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
-    """Join values [B, q] of all pieces, and return those of the continuations, [B, n] each."""
+    """Join values [B, q] of all pieces, and return the continuations' values, [B, n] each."""
     columns = batch.scored.shape[1]
     return [torch.cat(parts, 1)[:, -columns:] for parts in zip(*scores, strict=True)]
 
 
 def _compare(logits: Tensor, expected: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    """Return the fields of `AgreementScores`, [B, n] each, of logits [B, n, V] and those with a full cache."""
+    """Return the fields of `AgreementScores`, [B, n] each, of logits [B, n, V] and logits with a full cache."""
     ours, theirs = log_probs_of(logits), log_probs_of(expected)
     losses = (losses_of(x, targets) for x in (ours, theirs))
     return divergence(ours, theirs), likeliest_of(logits) == likeliest_of(expected), *losses

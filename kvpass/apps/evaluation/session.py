@@ -33,7 +33,7 @@ class Session:
         feed: how prompts and texts are fed.
         chunk: tokens of a chunk, 1 for feed="token", None for whole prompts.
         budget: slots, a share of the prompt, or None if nothing is evicted.
-        tick: called with a number of tokens when these have been fed.
+        tick: called with a number of tokens after feeding them.
         watch: called with the cache after each piece of a scored text.
         full: predictions of the model with a full cache that sessions share; None if this session has its own.
     """
@@ -64,7 +64,7 @@ class Session:
         return scoring.score(self.model_call, batch, self.chunk, self._feed, self.tick, self.watch)
 
     def agree(self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> AgreementScores:
-        """Compare predictions of continuations with those of the model with a full cache, fed in the same way."""
+        """Compare predictions of continuations with predictions with a full cache, fed in the same way."""
         batch = ScoringBatch.of(contexts, continuations, self.loop.device)
         full = self.full or FullPredictions(ModelCall.of(self.loaded.model))
         return scoring.agreement(self.model_call, full, batch, self.chunk, self._feed, self.tick)
@@ -87,7 +87,7 @@ class Session:
         return [self.loaded.tokenizer.decode(row, skip_special_tokens=True) for row in result]
 
     def share_of_heads(self, row: int, *spans: Sequence[int]) -> float:
-        """Return the largest share of KV heads that hold one of the spans of a row completely; padding counts too."""
+        """Return the largest share of KV heads that cache one of a row's spans completely; padding counts too."""
         if isinstance(self.loop, UncompiledLoop):
             return 1.0
         heads = [cached for layer in kvpass.inspect(self.loop.cache).layers for cached in layer.positions[row].cpu()]
@@ -117,7 +117,7 @@ class Session:
         return self.loaded.encode([text])[0]
 
     def filler(self, start: int, count: int) -> list[int]:
-        """Return `count` tokens of the texts from a position on; the texts are joined to a ring."""
+        """Return `count` tokens of the texts from a position; the texts are joined to a ring."""
         ring = [token for text in self.texts.values() for token in text]
         start %= len(ring)
         rounds = -(-(start + count) // len(ring))
@@ -139,7 +139,7 @@ class UncompiledLoop:
 
     Attributes:
         chunk: tokens of a prompt that are fed together; None for whole prompts.
-        stop: tokens that end an answer once every row has come to one.
+        stop: tokens that end an answer after every row has come to one.
         state: the conversation; None before a prompt.
     """
 
@@ -197,10 +197,10 @@ class Measure(Protocol):
 
     @property
     def needed_slots(self) -> int:
-        """Slots with which a policy that evicts nothing never has too few."""
+        """A number of slots that is always enough for a policy that evicts nothing."""
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """Yield what was measured."""
+        """Yield the measured rows."""
 
     def columns(self, rows: Sequence[Row]) -> Row:
         """Return the rows as one line of a table."""

@@ -64,7 +64,7 @@ class Case:
     of_bytes: bool = False
 
     def slots(self, policy: Policy, full: FullCache | None) -> Budget:
-        """Return the nearest budget that the policy can have; for one that evicts nothing, room or None."""
+        """Return the nearest budget that the policy can have; for a policy that evicts nothing, room or None."""
         if self.budget is None:
             return self.measure.needed_slots if self.measure.needed_slots <= MOST_ROOM else None
         if self.of_bytes:
@@ -97,7 +97,7 @@ def cases(settings: EvaluationSettings) -> Iterator[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The outcome of one case: what was measured, or why kvpass refused."""
+    """The outcome of one case: the measured rows, or why kvpass refused."""
 
     key: dict[str, Any]  # see `Case.key`
     rows: list[Row]
@@ -122,14 +122,14 @@ class Results:
             stored = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else []
             self.entries = [Result(**entry) for entry in stored]
         except (OSError, TypeError, ValueError) as error:
-            raise KVPassError(f"cannot go on with the results in {folder}: {error}; choose another --out") from error
+            raise KVPassError(f"cannot continue with the results in {folder}: {error}; choose another --out") from error
 
     def of(self, key: dict[str, Any]) -> Result | None:
         """Return the result of a case; None if there is none, or a refusal, which a later version may lift."""
         return next((result for result in self.entries if result.key == key and result.error is None), None)
 
     def add(self, result: Result) -> None:
-        """Add a result, or replace that of the same case; a run that is killed here leaves the old file."""
+        """Add a result, or replace the same case's; a run that is killed here leaves the old file."""
         self.entries = [*(entry for entry in self.entries if entry.key != result.key), result]
         unfinished = self.path.with_suffix(".new")
         unfinished.write_text(

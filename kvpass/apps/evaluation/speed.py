@@ -18,7 +18,7 @@ from kvpass.cache.model_cache import caches_in
 from kvpass.torch_private import dynamo
 
 MEBIBYTE = 2**20
-COMPILING = 3  # prompts in which something may be compiled, and which do not count
+COMPILING = 3  # prompts that may compile something and do not count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Speed:
     Attributes:
         length: tokens of the prompt, cut from the texts.
         batch: prompts that are rows of one batch.
-        new: tokens that are decoded and timed; with a bounded cache as many are held all along.
+        new: tokens that are decoded and timed; with a bounded cache the number of cached tokens stays constant.
         times: how often the prompt is timed; a prompt during which something is compiled does not count.
     """
 
@@ -78,7 +78,7 @@ class Speed:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of a model's cache, whether it is one of kvpass or of transformers."""
+    """Return the bytes of a model's cache, of kvpass or of transformers."""
     if caches_in(cache):
         return kvpass.inspect(cache).nbytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -86,7 +86,7 @@ def cache_bytes(cache: Any) -> int:
 
 @contextlib.contextmanager
 def _without_stops(loop: Loop) -> Iterator[None]:
-    """Let the conversations that begin in the block go on after the tokens that end others."""
+    """Let the conversations that begin in the block continue after tokens that end others."""
     stop, loop.stop = loop.stop, loop.stop[:0]
     try:
         yield
@@ -104,7 +104,7 @@ def _timed_prompt(loop: Loop, ids: Tensor) -> float:
 
 
 def _peak(device: torch.device) -> Row:
-    """Return the most memory that the device held in this measurement; nothing on a CPU."""
+    """Return the most memory that the device used in this measurement; nothing on a CPU."""
     if device.type != "cuda":
         return {}
     return {"peak of the device, MiB": torch.cuda.max_memory_allocated(device) / MEBIBYTE}

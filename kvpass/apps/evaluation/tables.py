@@ -31,7 +31,7 @@ class PrintedTable:
 
     Attributes:
         rows: the rows so far, without errors.
-        first: characters of the first column at least.
+        first: the least width of the first column, in characters.
     """
 
     def __init__(self, first: int) -> None:
@@ -39,7 +39,7 @@ class PrintedTable:
         self.first = first
 
     def lines(self, row: Mapping[str, Any]) -> list[str]:
-        """Return the lines to print for a further row; one with an "error" has its first cell and the error."""
+        """Return the lines to print for another row; a row with an "error" has its first cell and the error."""
         if "error" in row:
             return [f"{next(iter(row.values()))}: {row['error']}"]
         self.rows.append(row)

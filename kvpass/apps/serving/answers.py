@@ -27,7 +27,7 @@ class Answer:
     """The choices of one HTTP request.
 
     Attributes:
-        jobs: one for each choice; they share one queue for their outputs.
+        jobs: a job for each choice; they share one queue for their outputs.
         prompt_tokens: the tokens of all prompts; several choices may have the same one.
         conversation: the conversation that the only choice continues; it changes when the choice has ended.
     """
@@ -95,7 +95,7 @@ class Answer:
         return text
 
     def _remember(self, job: Job, output: GenerationOutput) -> None:
-        """Continue the conversation by what the job has read and made."""
+        """Continue the conversation by the tokens that the job has read and made."""
         if self.conversation is None or output.cache is None:
             return
         self.conversation.cache, self.conversation.tail = output.cache, output.generated_tokens[-1:]

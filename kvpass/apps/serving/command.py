@@ -34,7 +34,7 @@ def main(parsed: argparse.Namespace) -> None:
     """Load a model and serve it until a signal ends the process.
 
     Raises:
-        KVPassError: the model cannot be loaded or rewritten, or an option cannot be.
+        KVPassError: the model cannot be loaded or rewritten, or an option has no valid value.
     """
     log.addHandler(logging.StreamHandler())  # not the root's, to which torch writes every graph
     service = service_of(parsed)
@@ -52,7 +52,7 @@ def main(parsed: argparse.Namespace) -> None:
         server.run()
     except KeyboardInterrupt:
         pass  # uvicorn raises it again when all is done
-    except SystemExit as error:  # uvicorn cannot listen, and has said why
+    except SystemExit as error:  # uvicorn cannot listen, and has logged the reason
         failed = error
     if service.engine.failure is not None:
         raise service.engine.failure

@@ -1,6 +1,6 @@
 """Keep the slots of conversations between requests: in memory within limits, and beyond them in files.
 
-All methods run in the event loop; files are written and read in other threads, as they take longer.
+All methods run in the event loop; files are written and read in other threads, because they take longer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("kvpass.serve")
 LOCK = "server.lock"
 """The file in a folder of conversations that its server locks."""
 MOST_FAILURES = 3
-"""After so many conversations that cannot be written no other one is tried in the same turn."""
+"""After this number of conversations that cannot be written, no other one is tried in the same turn."""
 _CACHE_FILE = re.compile(r"[0-9a-f]{64}\.(\d+\.safetensors|.*unfinished)")
 """Names of the files of caches, and of files that were never finished."""
 
@@ -60,12 +60,12 @@ class KeptConversation:
 
     Attributes:
         key: the name of its files, a hash of its id and of the API key that it belongs to.
-        tail: token ids that belong to it and that its cache has not seen.
+        tail: its token ids that its cache has not seen.
         ended: whether the last answer ended with a stop token.
         seen: the number of tokens that its cache has seen.
-        evicted: how many of them were evicted, the mean over layers and heads.
+        evicted: how many of these were evicted, the mean over layers and heads.
         cache: its cache; None before the first request, and while it is in a file.
-        busy: whether a request goes on with it.
+        busy: whether a request continues it.
     """
 
     key: str
@@ -94,11 +94,11 @@ class Limits:
 class ConversationStore:
     """The conversations of one server.
 
-    The least recently used ones go to files first.  A conversation changes only when a request of it has finished.
+    The least recently used ones go to files first.  A conversation changes only when its request has finished.
     """
 
     def __init__(self, loop: DecodeLoop, folder: Path, limits: Limits) -> None:
-        """Make the folder, or read the conversations that are there, which can be continued.
+        """Make the folder, or read its conversations, which can be continued.
 
         Raises:
             KVPassError: the folder cannot be made or read, or another server uses it.
@@ -144,14 +144,14 @@ class ConversationStore:
 
     @contextlib.asynccontextmanager
     async def turn(self, name: str, owner: str) -> AsyncIterator[KeptConversation]:
-        """Give one request a conversation with its cache in memory; a new one if there is none of that id.
+        """Give one request a conversation with its cache in memory; a new conversation if the id is unknown.
 
         Args:
             name: the id that the client gave.
-            owner: the API key; conversations of another key are others.
+            owner: the API key; each key has its own conversations.
 
         Raises:
-            ApiError: another request goes on with it, its file cannot be read, or there are too many conversations.
+            ApiError: another request continues it, its file cannot be read, or there are too many conversations.
         """
         key = _key(name, owner)
         conversation = self._by_key.get(key)
@@ -160,7 +160,7 @@ class ConversationStore:
                 raise ApiError("this server keeps no conversations", param="conversation", code="unsupported_field")
             if len(self._by_key) >= self.limits.count:
                 raise ApiError(
-                    f"there are {len(self._by_key)} conversations, as many as this server keeps: delete some",
+                    f"this server already keeps {len(self._by_key)} conversations, its maximum: delete some",
                     *(429, "rate_limit_error", "conversation"),
                     code="too_many_conversations",
                 )
@@ -180,24 +180,24 @@ class ConversationStore:
                 await self._make_room()  # also after a request that was refused, which brought the cache to memory
 
     def find(self, name: str, owner: str) -> KeptConversation:
-        """Return a conversation, or raise ApiError if there is none of that id."""
+        """Return a conversation, or raise ApiError for an unknown id."""
         conversation = self._by_key.get(_key(name, owner))
         if conversation is None:
             raise ApiError(f"there is no conversation {name!r}", 404, param="conversation", code="not_found")
         return conversation
 
     async def delete(self, name: str, owner: str) -> None:
-        """Forget a conversation, and delete its files; ApiError if there is none or a request goes on with it."""
+        """Forget a conversation, and delete its files; ApiError if there is none or a request continues it."""
         async with self._writing:
             conversation = self.find(name, owner)
             if conversation.busy:
                 raise _conflict(name)
             del self._by_key[conversation.key]
-            self._notes_of(conversation).unlink(missing_ok=True)  # first: a cache without notes is no conversation
+            self._notes_of(conversation).unlink(missing_ok=True)  # first: a cache without notes is not a conversation
             _remove_caches(self.folder, [], conversation.key)
 
     async def save(self) -> None:
-        """Write all conversations in memory to files; one that cannot be written is logged, and does not stop it."""
+        """Write all conversations in memory to files; failures are logged, and do not stop it."""
         for conversation in [candidate for candidate in self._by_key.values() if candidate.cache is not None]:
             await self._put_away(conversation)
 
@@ -210,16 +210,16 @@ class ConversationStore:
             async with self._writing:
                 cache = await asyncio.to_thread(load_cache, path, self.loop)
             if (found := caches_in(cache)[0].length) != conversation.seen:
-                raise CacheFileError(f"{path}: it holds {found} tokens, and the notes beside it {conversation.seen}")
+                raise CacheFileError(f"{path}: it holds {found} tokens, and its notes say {conversation.seen}")
             conversation.cache = cache
         except KVPassError as error:
-            message = f"the conversation cannot go on before the server can read it, unless it is deleted: {error}"
+            message = f"the server cannot read this conversation; serve it with its settings, or delete it: {error}"
             raise ApiError(message, 409, param="conversation") from error
 
     async def _make_room(self) -> None:
         """Write conversations to files, the least recently used first, until memory is within the limits.
 
-        Those that cannot be written stay in memory, as do all others after `MOST_FAILURES`: the disk may be full.
+        If one cannot be written it stays in memory, and so do all after `MOST_FAILURES`: the disk may be full.
         """
         failures = 0
         for conversation in list(self._by_key.values()):
@@ -232,7 +232,7 @@ class ConversationStore:
     async def _put_away(self, conversation: KeptConversation) -> bool:
         """Write a conversation to its files; log a failure and return False, after which its cache stays in memory.
 
-        A request that is cancelled meanwhile leaves the thread writing, and others wait for it.
+        If the request is cancelled meanwhile, the thread still writes, and others wait for it.
         """
         return await asyncio.shield(self._write_away(conversation))
 
@@ -258,7 +258,7 @@ class ConversationStore:
             return True
 
     def _cache_of(self, conversation: KeptConversation) -> Path:
-        """Return the file of a cache; one of more tokens is another, so that notes are those of their cache."""
+        """Return the file of a cache, which names its number of tokens, so that notes belong to their cache."""
         return self.folder / f"{conversation.key}.{conversation.seen}.safetensors"
 
     def _notes_of(self, conversation: KeptConversation) -> Path:
@@ -299,7 +299,7 @@ def _write(cache: Any, notes: str, path: Path, notes_path: Path) -> None:
 
 
 def _remove_caches(folder: Path, kept: Collection[Path], key: str = "") -> None:
-    """Remove the files of caches, unfinished ones too, except `kept`: those of one conversation, or of all."""
+    """Remove the files of caches, unfinished ones too, except `kept`: of one conversation, or of all."""
     for path in folder.iterdir():
         if path.name.startswith(key) and _CACHE_FILE.fullmatch(path.name) and path not in kept:
             path.unlink(missing_ok=True)
@@ -310,5 +310,5 @@ def _conflict(name: str) -> ApiError:
 
 
 def _key(name: str, owner: str) -> str:
-    """Return a name for files that says nothing about the API key and takes any id."""
+    """Return a name for files that reveals nothing about the API key and works for any id."""
     return hashlib.sha256(f"{hashlib.sha256(owner.encode()).hexdigest()}{name}".encode()).hexdigest()

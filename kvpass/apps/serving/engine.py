@@ -1,4 +1,4 @@
-"""Drive a `DecodeLoop` in a thread of its own, for requests that an asyncio event loop hands over.
+"""Drive a `DecodeLoop` in its own thread, for requests that an asyncio event loop hands over.
 
 The thread is the only one that touches the loop.  The event loop sends it commands through a queue, and gets outputs
 back in one call for each step.
@@ -39,9 +39,9 @@ class Job:
         name: the request's id.
         options: the other arguments of `DecodeLoop.add`.
         before: the number of tokens of its prefix.
-        evicted: how many tokens of its prefix, and at its end of all that it has seen, were evicted.
-        outputs: receives what the loop has made, or the error that ended the request; jobs may share it.
-        text: the text of its tokens; the loop's thread leaves it alone.
+        evicted: how many tokens of its prefix, and at its end of all seen tokens, were evicted.
+        outputs: receives the loop's outputs, or the error that ended the request; jobs may share it.
+        text: the text of its tokens; the loop's thread does not touch it.
         index: its number among the choices of an HTTP request.
         reason: why its text has ended; None before.
         added: done when the loop has accepted the request; has the error if it has refused it.
@@ -69,9 +69,9 @@ class Engine:
 
     Attributes:
         rows: the number of requests that are decoded together.
-        slots: the number of tokens that all rows can hold.
-        max_requests: the number of requests, those that wait included, above which others are refused.
-        ready: whether the loop has compiled what it needs.
+        slots: the number of tokens that all rows can cache.
+        max_requests: the number of requests, waiting ones included, above which others are refused.
+        ready: whether the loop has compiled all that it needs.
         failure: the error that ended the thread; None while it runs.
         on_failure: called in the event loop when the thread has ended with an error.
     """
@@ -116,7 +116,7 @@ class Engine:
         if len(self.jobs) + count > self.max_requests:
             self.metrics.requests.labels("rejected").inc(count)
             raise ApiError(
-                f"the server has {len(self.jobs)} requests, as many as it may; try again later",
+                f"the server already has {len(self.jobs)} requests, its maximum; try again later",
                 *(429, "rate_limit_error"),
                 code="too_many_requests",
                 retry_after=self._seconds_until_room(),
@@ -137,7 +137,7 @@ class Engine:
             self._commands.put(functools.partial(self.loop.cancel, job.name))
 
     async def cached_tokens(self) -> float:
-        """Return how many slots of rows in use hold a token, the mean over layers and heads; counted between steps.
+        """Return how many slots of rows in use have a token, the mean over layers and heads; counted between steps.
 
         Calls that wait at the same time share one answer, so that they do not pile up during a long step.
         """

@@ -10,7 +10,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own.
+    """The metrics of one server, in their own registry.
 
     Attributes:
         requests: requests by how they ended: "stop", "length", "cancelled", "error", "refused" or "rejected".

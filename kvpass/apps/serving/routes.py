@@ -101,7 +101,7 @@ async def _answer(
 def _envelope(
     name: str, object_type: str, created: int, model: str, chunk: bool, choices: list[Any], **extra: Any
 ) -> Any:
-    """Return a completion or a chunk of one, in OpenAI's form."""
+    """Return a completion or one of its chunks, in OpenAI's form."""
     object_name = f"{object_type}.chunk" if chunk and object_type == "chat.completion" else object_type
     return {"id": name, "object": object_name, "created": created, "model": model, "choices": choices, **extra}
 
@@ -116,7 +116,7 @@ async def _complete(answer: Answer, envelope: Callable[..., Any], object_type: s
 
 
 def _choice(object_type: str, index: int, text: str, reason: str | None, delta: dict[str, Any] | None = None) -> Any:
-    """Return one choice, whole, or a change of one if `delta` is given."""
+    """Return one choice, whole, or a change of it if `delta` is given."""
     common = {"index": index, "logprobs": None, "finish_reason": reason}
     if object_type != "chat.completion":
         return {**common, "text": text}
@@ -128,7 +128,7 @@ def _choice(object_type: str, index: int, text: str, reason: str | None, delta: 
 async def _events(
     answer: Answer, envelope: Callable[..., Any], object_type: str, usage: bool
 ) -> AsyncIterator[dict[str, str]]:
-    """Yield the events of a stream; an error that comes after its beginning is an event too."""
+    """Yield the events of a stream; an error after its beginning is an event too."""
     extra: dict[str, Any] = {"usage": None} if usage else {}
     chat = object_type == "chat.completion"
     if chat:
@@ -161,7 +161,7 @@ def _event(body: Any) -> dict[str, str]:
 
 
 class _Stream(EventSourceResponse):
-    """A stream of events that frees what it holds when it ends, or when the client has closed the connection."""
+    """A stream of events that frees its resources when it ends, or when the client has closed the connection."""
 
     def __init__(
         self, events: AsyncIterator[dict[str, str]], resources: contextlib.AsyncExitStack, drain: float
@@ -257,7 +257,7 @@ async def _health(service: Service, _: Request) -> Response:
 
 
 async def _metrics(service: Service, _: Request) -> Response:
-    with contextlib.suppress(asyncio.TimeoutError):  # in the middle of a long step the last value stands
+    with contextlib.suppress(asyncio.TimeoutError):  # in the middle of a long step the last value is reported
         cached = await asyncio.wait_for(service.engine.cached_tokens(), METRICS_TIMEOUT)
         service.metrics.cached_tokens.set(cached)
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,7 +1,7 @@
 """Read the bodies of requests: the fields of OpenAI's API that are supported; all others are refused by name.
 
-The fields are those of OpenAI's API reference for chat completions and completions.  `top_k`, `ignore_eos` and
-`conversation` are additional, and `generation_config` is the one that `transformers chat` sends.
+The fields are from OpenAI's API reference for chat completions and completions.  `top_k`, `ignore_eos` and
+`conversation` are additional, and `generation_config` is what `transformers chat` sends.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class SamplingFields:
     Attributes:
         n: the number of choices for each prompt.
         stop: texts at which a choice ends; they are not part of it.
-        seed: of sampling; None for a random one.  Choice i of a request has the seed `seed + i`.
+        seed: the seed of sampling; None for a random seed.  Choice i of a request has the seed `seed + i`.
         conversation: the id of a conversation that the request continues or begins.
-        ignore_eos: whether to generate `max_tokens` tokens whatever they are.
+        ignore_eos: whether to generate `max_tokens` tokens, also after a stop token.
         user: accepted and not used.
     """
 
@@ -177,7 +177,7 @@ def read_fields(body: bytes, fields: type[Fields]) -> Fields:
     """Return the fields of a request.
 
     Raises:
-        ApiError: the body is no JSON object, or a field has a value that is not allowed or is not supported.
+        ApiError: the body is not a JSON object, or a field has a value that is not allowed or is not supported.
     """
     entries = read_object(body)
     try:
@@ -190,7 +190,7 @@ def read_object(text: str | bytes, param: str | None = None) -> dict[str, Any]:
     """Return the JSON object of a body, or of the field `param`.
 
     Raises:
-        ApiError: the text is no JSON object, or has a string that is no Unicode text.
+        ApiError: the text is not a JSON object, or has a string that is not Unicode text.
     """
     try:
         value = json.loads(text)
@@ -209,7 +209,7 @@ def _object(value: Any, param: str | None) -> dict[str, Any]:
 
 
 def _supported_fields(entries: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """Return the supported fields, under their own names, or raise ApiError if another one asks for something."""
+    """Return the supported fields, under their own names, or raise ApiError if another field asks for something."""
     fields = {name: value for name, value in entries.items() if value is not None}
     for name, value in _generation(fields.pop("generation_config", None)).items():
         fields.setdefault(name, value)
@@ -218,7 +218,7 @@ def _supported_fields(entries: Mapping[str, Any], names: set[str]) -> dict[str, 
         raise ApiError(f"max_tokens and max_completion_tokens differ: {fields['max_tokens']!r} and {newer!r}")
     wrong = [name for name, value in fields.items() if name not in names and not _changes_nothing(name, value)]
     if wrong:
-        complaint = "is not supported by this server" if wrong[0] in NEUTRAL else "is no field of this endpoint"
+        complaint = "is not supported by this server" if wrong[0] in NEUTRAL else "is not a field of this endpoint"
         raise ApiError(f"{wrong[0]}: {complaint}; leave it out", param=wrong[0], code="unsupported_field")
     return {name: value for name, value in fields.items() if name in names}
 

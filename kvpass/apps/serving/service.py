@@ -26,7 +26,7 @@ from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.requests import MOST_STOPS
 from kvpass.errors import KVPassError
 
-COMPLETION_TOKENS = 16  # of a completion that does not say, as in OpenAI's API
+COMPLETION_TOKENS = 16  # of a completion without `max_tokens`, as in OpenAI's API
 SEEDS = 2**31
 
 
@@ -37,7 +37,7 @@ class ServeSettings:
     Attributes:
         api_keys: keys of which each request must have one; none for no check.
         waiting: requests that may wait for a row; others get status 429.
-        max_tokens: tokens of an answer if the request does not say.
+        max_tokens: tokens of an answer if the request sets no number.
         context: the most tokens of a request, or of a conversation, with the answer; None for no limit.
         drain: seconds that running requests have to finish when the server shuts down.
         folder: where conversations are saved, for later servers too; None for a temporary folder.
@@ -59,7 +59,7 @@ class Service:
     Attributes:
         name: the name of the model in requests.
         draining: says whether the server is shutting down.
-        prepare: compiles what the loop needs before the first request comes; the loop's `warm` by default.
+        prepare: compiles all that the loop needs before the first request comes; the loop's `warm` by default.
     """
 
     def __init__(self, loaded: LoadedModel, name: str, loop: DecodeLoop, rows: int, settings: ServeSettings) -> None:
@@ -127,7 +127,7 @@ class Service:
                            "model", "model_not_found")  # fmt: skip
 
     def model_card(self) -> dict[str, Any]:
-        """Return what `/v1/models` says about the model."""
+        """Return the entry of the model in `/v1/models`."""
         backend = self.engine.loop.backend
         settings = {"policy": policies.to_json(backend.policy), "budget": backend.budget, "rows": self.engine.rows}
         card = {"id": self.name, "object": "model", "created": self._created, "owned_by": "kvpass"}
@@ -137,7 +137,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def answer(self, name: str, fields: SamplingFields, owner: str) -> AsyncIterator[Answer]:
-        """Give a request its answer, whose tokens are then made; at the end what is left of it is cancelled."""
+        """Give a request its answer, whose tokens are then made; at the end its rest is cancelled."""
         async with contextlib.AsyncExitStack() as stack:
             self.engine.check_room(fields.total_choices)  # before prompts are tokenised and conversations are read
             conversation = None
@@ -150,7 +150,7 @@ class Service:
             yield answer
 
     def _prompts(self, fields: SamplingFields, conversation: KeptConversation | None) -> list[list[int]]:
-        """Return the token ids of the prompts of a request, after those that its conversation has not seen."""
+        """Return the token ids of the prompts of a request, after the tokens that its conversation has not seen."""
         before = [] if conversation is None else conversation.tail
         if isinstance(fields, ChatFields):
             return [[*before, *self.loaded.encode([self._render(fields, conversation)])[0]]]
@@ -161,7 +161,7 @@ class Service:
         ]
 
     def _encode(self, text: str, first: bool) -> list[int]:
-        """Return the token ids of a text; at the beginning of a conversation with those that introduce it."""
+        """Return the token ids of a text; at the beginning of a conversation with the ids that introduce it."""
         ids: list[int] = self.loaded.tokenizer(text, add_special_tokens=first, verbose=False)["input_ids"]
         return ids
 
@@ -174,7 +174,7 @@ class Service:
             if conversation is None or not conversation.seen:
                 return first_turn(tokenizer, messages)
             return next_turn(tokenizer, messages, [tokenizer.decode([end]) for end in self.ends], conversation.ended)
-        except Exception as error:  # a template is a program, which raises what it likes
+        except Exception as error:  # a template is a program, which may raise any error
             raise ApiError(f"messages: the chat template refuses them: {error}", param="messages") from None
 
     def _answer_to(

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 UNFINISHED = "\ufffd"
-"""What a tokenizer decodes bytes to that are not a whole character."""
+"""The character that a tokenizer makes of bytes that are not a whole character."""
 
 
 class TextStream:
     """The text of one choice, piece by piece; the pieces joined do not depend on how the tokens come.
 
     Attributes:
-        tokens: the number of tokens so far; of a text that was stopped, up to the stop.
+        tokens: the number of tokens so far; for a stopped text, up to the stop.
         stopped: whether a stop text was found; nothing follows it.
     """
 
@@ -25,7 +25,7 @@ class TextStream:
         self._waiting = ""  # text that may be the beginning of a stop text
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Return the text that these tokens complete, without what may turn out to be a stop text."""
+        """Return the text that these tokens complete, without a part that may turn out to be a stop text."""
         pieces = [[token] for token in tokens] if self.stops else [tokens]  # so that tokens are counted up to a stop
         return "".join(self._push(piece) for piece in pieces)
 

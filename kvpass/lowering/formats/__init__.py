@@ -3,11 +3,11 @@
 A `Format` defines the tensors that hold a vector and how attention works on them.  `plain` is the model's own numbers,
 `int8` and `int4` are integers with scales, and `hadamard` transforms keys before they are quantised.  `EncodedVectors`
 are keys or values in a format, with every operation on slots: write, gather, merge, grow and reorder.  Policies, graphs
-and models know neither.
+and models do not see either.
 
 Attention gets products from the format and decodes no vector.  Other code that needs numbers, such as a policy's merges
 or a chunk's attention, decodes them by `EncodedVectors.read`.  `cache.step` encodes the new vector, and
-`cache.admission` those of a chunk.  Unchanged vectors are never encoded again, because a decoded vector may be encoded
+`cache.admission` a chunk's vectors.  Unchanged vectors are never encoded again, because a decoded vector may be encoded
 to other codes.  Scales and other tensors are graph inputs after the policy's state, so all other inputs keep their
 indices.
 
@@ -54,7 +54,7 @@ def format_of(
         rotated: whether each vector is rotated whenever it is read.
 
     Raises:
-        PolicyError: the format cannot store vectors of that many numbers.
+        PolicyError: the format cannot store vectors of this dimension.
     """
     transformed = keys and "-" in (kv_dtype or "")
     inner = _FORMATS[base_of(kv_dtype)](dim, dtype, rotated and not transformed)

@@ -33,7 +33,7 @@ class Sections:
         return [sum(widths[: i + 1]) for i in range(len(widths))]
 
     def cut_at(self, indices: set[int]) -> Sections:
-        """Return the same tensor with further cuts."""
+        """Return the same tensor with more cuts."""
         sections, start = [], 0
         for section, end in zip(self.tensors, self.ends, strict=True):
             cuts = [start, *sorted(index for index in indices if start < index < end), end]
@@ -71,11 +71,11 @@ SlotIndices = tuple[Tensor, Tensor, Tensor]
 
 
 class Format(abc.ABC):
-    """The tensors that hold vectors, and attention on them; formats that store alike are equal.
+    """The tensors that hold vectors, and attention on them; formats that store in the same way are equal.
 
     Attributes:
-        names: of the tensors after the first.
-        bits: of a code; 0 if vectors are plain numbers.
+        names: the names of the tensors after the first.
+        bits: the bits of a code; 0 if vectors are plain numbers.
         exact: whether storing decoded vectors again returns the same vectors.
         transforms: whether codes are of transformed vectors, so that `transform_query` transforms queries.
     """
@@ -95,7 +95,7 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, parts: StoredTensors) -> Tensor:
-        """Decode stored vectors [..., D] to the model's dtype or that of `fx.precision.accumulate_dtype`."""
+        """Decode stored vectors [..., D] to the model's dtype or to `fx.precision.accumulate_dtype`."""
 
     def sections(self, parts: StoredTensors) -> Sequence[Tensor]:
         """Decode stored vectors in consecutive sections of D that can be read without moving numbers."""
@@ -184,7 +184,7 @@ class EncodedVectors:
         return self.format.decode(tuple(part[index] for part in self.parts))
 
     def write_vector(self, index: SlotIndices, new: EncodedVectors, only: Tensor | None = None) -> None:
-        """Overwrite one vector of each head by those of `new` [B, H, 1, D].
+        """Overwrite one vector of each head by `new` [B, H, 1, D].
 
         Args:
             index: one slot of every head.
@@ -196,7 +196,7 @@ class EncodedVectors:
             part.index_put_(index, vector if only is None else torch.where(only, vector, part[index]))
 
     def replace(self, vectors: Tensor, only: Tensor) -> None:
-        """Overwrite the vectors where `only` [B, H, N] is true by those of `vectors` [B, H, N, D].
+        """Overwrite the vectors where `only` [B, H, N] is true by `vectors` [B, H, N, D].
 
         An `exact` format writes all of `vectors`, so the others must equal the stored vectors.
         """

@@ -42,7 +42,7 @@ class WordGroup:
     """Adjacent numbers of a row that share a scale: scale * (code + zero).
 
     Attributes:
-        parts: n parts; the first has the numbers 0, n, 2n, ... of the group and the next those after them.  With
+        parts: n parts; the first has the numbers 0, n, 2n, ... of the group and the next 1, n + 1, ....  With
             `in_planes` the first has the first n-th of the group's numbers, and so on.
         scale, zero: [B, H, N, 1]; `zero` is None if all zero points are zero.
         in_planes: whether rows are stored in planes.
@@ -146,7 +146,7 @@ def _weighted_sum(probs: Tensor, group: WordGroup) -> Tensor:
     """Sum the values of one group by probabilities [B, H, N, 1]: [B, H, size]."""
     share = probs * group.scale
     if group.zero is None:
-        share = materialize(share)  # with scales in half precision the loop would take twice as many numbers at a time
+        share = materialize(share)  # with scales in half precision the loop would take twice the numbers at a time
     sums = [sum_rows(share * part.codes) / part.unit for part in group.parts]
     if group.zero is not None:
         offset = sum_rows(share * group.zero.expand_as(group.parts[0].codes))
@@ -182,7 +182,7 @@ def multiply_queries(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
     """Multiply queries [B, H, R, D] with keys [B, H, N, D] in sections of D: [B, H, R, N].
 
     The queries are materialized in the dtype of the sums.  With queries in half precision, a compiler would convert
-    twice as many codes at a time, for which processors have no instruction.
+    twice the codes at a time, for which processors have no instruction.
     """
     return row_by_row(materialize(upcast(query)), sections)
 
@@ -211,7 +211,7 @@ def multiply_sections(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
 def sum_values(probs: Sequence[Tensor], sections: Sequence[Tensor]) -> Tensor:
     """Sum values [B, H, N, D], in sections of D, by probabilities [B, H, R, N]: [B, H, R, D].
 
-    Each section has its own probabilities.  Blocks of rows are summed in parallel, as many as there are registers for.
+    Each section has its own probabilities.  Blocks of rows are summed in parallel, up to the number of free registers.
     No block is so long that a compiler uses a cascade sum.
     """
     probs, (count, length) = [materialize(p) for p in probs], probs[0].shape[2:]

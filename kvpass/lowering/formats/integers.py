@@ -72,7 +72,7 @@ class Int8(IntegerFormat):
 
         scale = max |x| / 127,   code = round(x / scale),   x ~ scale * code
 
-    A head of 64 numbers takes 66 bytes.  The scale of a key multiplies its logit, that of a value its probability.
+    A head of 64 numbers takes 66 bytes.  A key's scale multiplies its logit, a value's scale its probability.
     Numbers of one head and token have similar magnitudes, so one scale per vector is fine enough (per-token scales:
     Sheng et al., "FlexGen", 2023, section 4.2, https://arxiv.org/abs/2303.06865).
     """
@@ -132,9 +132,9 @@ class Int4(IntegerFormat):
         scale = (max x - min x) / 15,   zero = round(min x / scale)
         code = round(x / scale) - zero,   x ~ scale * (code + zero)
 
-    A byte has a number of the vector's first half in its low bits and the number half a vector further in its high
-    bits, so both halves are in order in memory.  Groups have 32 numbers if those divide a half, else half of the
-    vector; a short vector is one group.  A head of 128 numbers takes 76 bytes, one of 64 takes 38, one of 32 takes 19.
+    A byte has a number of the vector's first half in its low bits and the number half a vector later in its high
+    bits, so both halves are in order in memory.  Groups have 32 numbers if 32 divides a half, else half of the
+    vector; a short vector is one group.  A head of 128 numbers takes 76 bytes, of 64 numbers 38, of 32 numbers 19.
     Four bits need groups and zero points (Frantar et al., 2022, https://arxiv.org/abs/2210.17323, section 3; Liu et
     al., "KIVI", 2024, https://arxiv.org/abs/2402.02750, whose groups of keys run over tokens: here each vector must be
     writable alone).
@@ -242,7 +242,7 @@ class Int4(IntegerFormat):
         return self.groups > 1 and code_products.fills_vectors(parts[0], self.half // self._groups_in_half)
 
     def _words(self, parts: StoredTensors) -> list[code_products.WordGroup]:
-        """Return the word groups, each within one half; those of the first half use the low bits."""
+        """Return the word groups, each within one half; groups of the first half use the low bits."""
         scale, zero = (part.to(self._upcast) for part in parts[1:])
         codes, in_planes = parts[0].view(torch.int32), self._in_planes(parts[0])
         if in_planes:

@@ -46,7 +46,7 @@ def compile_deduplicated(
     patches: Patches,
     exchangeable: Collection[Any] = (),
 ) -> inductor.Compiled | None:
-    """Compile a graph with shared code for its layers, or return None if it is to be compiled whole.
+    """Compile a graph with shared code for its layers, or return None to compile it as a whole.
 
     Only CPU graphs are compiled in segments: on a GPU a step is one CUDA graph, whose launches are counted as a whole.
     Graphs of distributed tensors stay whole, as their parts may exchange tensors.

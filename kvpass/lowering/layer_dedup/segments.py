@@ -8,7 +8,7 @@
 
 An anchor is any node that each layer has once.  Between two anchors the graph is cut where the fewest values are alive;
 in a transformer only the residual stream is alive there.  Values that one layer computes and all later layers read,
-such as a table of angles, are computed before the first layer instead.  A cut decides only what is shared, never what
+such as a table of angles, are computed before the first layer instead.  A cut decides which code is shared, never what
 is computed: segments run in the order of the graph and pass on every value that crosses a cut, so an unusual cut is
 slow, not wrong.
 
@@ -129,7 +129,7 @@ def _value_key(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
 class _ContextValue:
     """A value of a wrapper tensor's context in a key, of any class.
 
-    Two are equal if their classes and texts are equal and `==` says so; torch's guards trust `==` as well.
+    Values are equal if their classes and texts are and `==` says so; torch's guards trust `==` too.
     """
 
     def __init__(self, value: Any) -> None:
@@ -149,7 +149,7 @@ class _ContextValue:
 def readers_of_slots(gm: fx.GraphModule) -> list[fx.Node]:
     """Return the anchors of a rewritten step: the first reader of each layer's keys.
 
-    In decoding that is the write of the new key.
+    In decoding this is the write of the new key.
     """
     keys = [node for node in walk.placeholders(gm.graph) if re.fullmatch(r"slots_\d+_key", node.name)]
     return [min(node.users) for node in keys if node.users]
@@ -200,7 +200,7 @@ def _bounds(order: list[fx.Node], anchors: Sequence[fx.Node]) -> tuple[list[fx.N
 def _separate_first_layer(order: list[fx.Node], cuts: list[int], lengths: dict[Any, int]) -> tuple[list[fx.Node], int]:
     """Move values that the first layer computes for all layers before it; return the order and the layer's start.
 
-    The start is 0, with everything before the layer, if the layer equals no other or cannot be separated.
+    The start is 0, with everything before the layer, if the layer equals no other layer or cannot be separated.
 
     Args:
         lengths: the number of nodes of each body of the other layers.

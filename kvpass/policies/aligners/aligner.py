@@ -72,7 +72,7 @@ class Aligner(Weights):
         return cls(recipe, signature, tensors)
 
     def layer_weights(self, layer: int) -> list[Tensor]:
-        """Return the tensors that `repair` uses in a layer; what all layers share are the same objects."""
+        """Return the tensors that `repair` uses in a layer; tensors that all layers share are the same objects."""
         return [by_layer[layer] for by_layer in self._weights]
 
     @functools.cached_property
@@ -109,8 +109,8 @@ def save(aligner: Aligner, path: str | os.PathLike[str], dtype: torch.dtype = to
     """Write an aligner to a file; return the aligner that `load` will return, with weights rounded to `dtype`.
 
     Args:
-        path: of the safetensors file.
-        dtype: of the weights in the file; float16 halves it.
+        path: the path of the safetensors file.
+        dtype: the dtype of the weights in the file; float16 halves the file.
     """
     metadata, tensors = aligner.to_stored()
     stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
@@ -122,7 +122,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> 
     """Read an aligner from a file.
 
     Args:
-        path: of the safetensors file.
+        path: the path of the safetensors file.
         model: the model that the aligner must have been trained for, if given.
 
     Raises:

@@ -1,7 +1,7 @@
 """Define the trained networks and the tensors that they are stored as.
 
 L layers, H KV heads, D and Dv head dimensions, N rows, M the window.  Networks repair float32 keys [L, N, H, D] and
-values [L, N, H, Dv].  `made` and `rank`, int64 [N], are the positions at which rows were computed and which they must
+values [L, N, H, Dv].  `made` and `rank`, int64 [N], are the positions at which rows were computed and those they must
 have.  `stored()` returns the tensors of `kvpass.policies.aligners.Aligner`.
 """
 
@@ -22,7 +22,7 @@ class DirectNetwork(nn.Module):
 
     with all heads of a token in one row.  Input rows are standardised and output changes scaled; `fit_scales` sets
     both, and `to_tensors` multiplies them into the weights.  fc3 starts at zero.  `fit_positions` sets E and S so that
-    training starts from what positions alone explain: the difference of their mean rows.
+    training starts from the part that positions alone explain: the difference of their mean rows.
     """
 
     def __init__(self, signature: Signature, hidden: Hidden = (96, 96), embedding: int = 144) -> None:

@@ -19,7 +19,7 @@ class Signature:
     Attributes:
         architecture: the model's architecture, as its configuration names it.
         layers, heads: the layers that cache keys and values, and KV heads.
-        key_dim, value_dim: of one head.
+        key_dim, value_dim: the dimensions of one head.
         window: the largest window M; position ids go from 0 to M.
         sinks: how many first tokens of a window stay unchanged.
         every: how many tokens are evicted at once; a "direct" aligner serves any number.
@@ -49,7 +49,7 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
     shapes = {(key.shape[1], key.shape[3], value.shape[3]) for key, value in rows}
     if len(shapes) != 1:
         raise AlignerError(
-            f"{architecture_of(model)} caches rows of shapes {sorted(shapes)}: one aligner needs one shape"
+            f"{architecture_of(model)} caches rows of shapes {sorted(shapes)}: an aligner needs equal shapes"
         )
     heads, key_dim, value_dim = shapes.pop()
     return Signature(architecture_of(model), len(rows), heads, key_dim, value_dim, window, sinks, every)

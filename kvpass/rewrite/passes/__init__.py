@@ -1,7 +1,7 @@
 """Define the passes that rewrite a step graph, in the order in which they run over one `StepContext`.
 
     signature.py    take_slots               adds the slots' tensors as inputs
-    positions.py    put_length_on_device     replaces arithmetic on the cache's length by that on a device counter
+    positions.py    put_length_on_device     replaces arithmetic on the cache's length by arithmetic on a counter
     positions.py    rank_positions           positions="cache": replaces positions by ranks; keys are rotated at read
     positions.py    renumber_ids             policies that renumber: makes position ids count cached tokens
     gpu.py          copy_write_indices       policies that merge: copies the write indices before any write
@@ -9,7 +9,7 @@
     gpu.py          move_counters_to_caller  leaves the token counters to the caller
     signature.py    drop_growing_outputs     removes outputs that grow with the cache
     signature.py    resolve_sizes            removes dead code, inserts numbers for sizes, refuses sizes that still grow
-    signature.py    order_inputs             sorts the inputs: slots, policy weights, further inputs, Dynamo's arguments
+    signature.py    order_inputs             sorts the inputs: slots, policy weights, other inputs, Dynamo's arguments
 
 To add a pass, write a function from a context to a `PassRecord`, a line in `STEP_PASSES`, and a case in
 tests/rewrite/test_passes.py.  A pass may read the results of earlier passes, see `StepContext`.

@@ -122,7 +122,7 @@ class _AttentionReplacement:
         return outputs[len(site.results) : -len(masks)]
 
     def _shared_layout(self, layer: int) -> tuple[Layout, int]:
-        """Return a layer's layout and number of slots, without a dynamic capacity that is the layer's own."""
+        """Return a layer's layout and number of slots, without a dynamic capacity that only this layer has."""
         layout = dataclasses.replace(self.step.call.layouts[layer], layer=0)  # a layer's own weights are inputs
         slots = self.step.slots[layer].capacity
         owns_capacity = layer in self.step.size_nodes.layer_of.values()
@@ -158,14 +158,14 @@ class _AttentionReplacement:
 
 
 def _check_classes(site: AttentionSite, layout: Layout, mask: MaskOnSlots | None) -> None:
-    """Raise UnsupportedGraph for attention that heads of different budgets cannot share."""
+    """Raise UnsupportedGraph for attention that heads with different budgets cannot share."""
     own = (
         site.mask is not None
         and example_value(site.mask).ndim == 4
         and shapes.expr(example_value(site.mask).shape[1]) != 1
     )
     why = {
-        "each head has a mask of its own": own,
+        "each head has its own mask": own,
         "its mask looks up an input at the index of each cached token": mask is not None and bool(mask.entries),
     }
     for reason, holds in why.items():
@@ -190,7 +190,7 @@ def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sym
 
 
 def new_vectors(step: StepContext, layer: int) -> list[fx.Node]:
-    """Return the new tokens' key and value; the key of a single token as it is stored, rotated or not."""
+    """Return the new tokens' key and value; the key of a single token as stored, rotated or not."""
     site = step.sites[layer]
     key = step.rotations.raw_keys[layer] if step.stores_unrotated_keys and step.decodes else site.key
     return [as_cached(step.graph, site, node) for node in (key, site.value)]
@@ -218,7 +218,7 @@ def splice_point(site: AttentionSite, needed: list[fx.Node]) -> fx.Node:
 
 
 def replace_outputs(site: AttentionSite, outputs: list[fx.Node]) -> dict[str, fx.Node]:
-    """Replace a site's results by those of a step, the first outputs; return its `AttentionResults.replaced`."""
+    """Replace a site's results by a step's, the first outputs; return its `AttentionResults.replaced`."""
     replaced = dict(zip(site.results, outputs, strict=False))
     for old, new in replaced.items():
         new.meta["example_value"] = example_value(old)

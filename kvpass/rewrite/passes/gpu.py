@@ -12,8 +12,8 @@ from kvpass.torch_private.inductor import materialize
 def copy_write_indices(step: StepContext) -> PassRecord:
     """Copy the indices of all layers' free slots before any write, in one kernel.
 
-    A policy that merges writes to K and V twice, and for the compiler the second write depends on all that the first
-    has read.  Without the copies, a kernel of its own would overwrite the index of the free slot after the second.
+    A policy that merges writes to K and V twice, and for the compiler the second write depends on all the reads
+    of the first write.  Without copies, a separate kernel would overwrite the index of the free slot after the second.
     """
     if not step.decodes_on_gpu or not any(layout.policy.merges for layout in step.layouts):
         step.write_indices = []
@@ -35,7 +35,7 @@ def move_counters_to_caller(step: StepContext) -> PassRecord:
     """
     if not step.decodes_on_gpu:
         step.valid_output = None
-        return PassRecord(left={"counters": "they are in the step's own kernels, or a chunk's"})
+        return PassRecord(left={"counters": "they are in the step's own kernels, or this is a chunk"})
     counters = [step.slot(layer, name) for layer in range(len(step.sites)) for name in ("seen", "length")]
     for counter in counters:
         for user in [user for user in counter.users if fx_nodes.mutates(user) and user.args[0] is counter]:

@@ -107,7 +107,7 @@ class _LengthArithmetic:
         function = _FUNCTIONS.get(part.func.__name__)
         if function is None:
             raise UnsupportedGraph(
-                f"position arithmetic {part} on the cache's length is no sum, product, maximum or minimum"
+                f"position arithmetic {part} on the cache's length is not a sum, product, maximum or minimum"
             )
         result, *terms = sorted(map(self._emit, part.args), key=lambda term: not walk.is_tensor(term))
         for term in terms:
@@ -202,7 +202,7 @@ def rank_positions(step: StepContext) -> PassRecord:
     """
     if not step.stores_unrotated_keys:
         step.rotations = RotaryResults()
-        return PassRecord(left={"keys": "they are stored as they are attended to"})
+        return PassRecord(left={"keys": "they are stored as attention reads them"})
     alias_sets = alias.AliasSets(step.step_gm.graph)
     rotaries = [_rotary(step, layer, alias_sets) for layer in range(len(step.sites))]
     subgraphs = cut_rotaries(step.step_gm, zip(step.sites, rotaries, strict=True), step.sizes, alias_sets)
@@ -259,7 +259,7 @@ def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> N
     if rows > 1 and padded and not _may_differ_by_row(step, position):
         _refuse(step, 0, ROWS_SHARE_POSITIONS)
     users = _rotating_users(step, position)
-    valid = [step.inputs.valid(0)] if padded and not step.decodes else []  # padding has no rank of its own
+    valid = [step.inputs.valid(0)] if padded and not step.decodes else []  # padding has no rank
 
     def function(first: Tensor, *valid: Tensor) -> list[Tensor]:
         steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in valid] or [torch.arange(query_len, device=first.device)]
@@ -296,7 +296,7 @@ def _rotating_users(step: StepContext, position: fx.Node) -> list[fx.Node]:
 
 
 def renumber_ids(step: StepContext) -> PassRecord:
-    """Replace position ids by those of cached tokens for all nodes that read them.
+    """Replace position ids by the ids of cached tokens for all nodes that read them.
 
     Raises:
         UnsupportedGraph: no node can be shown to read position ids.

@@ -9,7 +9,7 @@
                  return logits, key_0, value_0, real_0, sums_0, ...
 
 The slots and the policy's weights become inputs.  Outputs that grow, such as caches, lengths and masks, are removed:
-the caller returns handles, numbers from the host's count, and precomputed values in their place.  A chunk's keys,
+the caller returns handles, numbers from the host's count, and precomputed values instead.  A chunk's keys,
 values and statistics are added.
 """
 
@@ -90,7 +90,7 @@ def _length(step: StepContext) -> fx.Node:
 
 
 def drop_growing_outputs(step: StepContext) -> PassRecord:
-    """Remove the outputs that grow with the cache, and add those of a chunk.
+    """Remove the outputs that grow with the cache, and add a chunk's outputs.
 
     Checks of tensors that grow, such as `assert (mask[:, 0] == 1).all()`, are left to the host.
     """

@@ -67,7 +67,7 @@ class StepCase:
 
     @functools.cached_property
     def most_keys(self) -> float:
-        """The most keys that sparse indices select without leaving one out; on slots a sparse index hides no key."""
+        """The most keys of which sparse indices select all; on slots a sparse index hides no key."""
         masks = dict.fromkeys(each.mask for site in self.call.sites for each in site.attention_calls)
         indices = [index.limit for mask in masks for index in sparse_index.sparse_indices(mask)]
         return min((most for most in indices if most is not None), default=math.inf)
@@ -128,7 +128,7 @@ class Conversation:
 
     def _valid(self) -> Tensor:
         """Return which tokens are real: up to two on the left are padding, and one in the middle (`has_gap`)."""
-        # Padding must be marked by an input, and explicit positions would not count it.  A gap would change ranks.
+        # Only an input can mark padding, and explicit positions would not count it.  A gap would change ranks.
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
         has_positions = self.step.stores_unrotated_keys and self.step.rewrite.positions
         if self.plan.pads_left and self.step.context.padding_inputs.known and not has_positions:
@@ -229,7 +229,7 @@ class Conversation:
         return torch.cat([before.sort().values, torch.arange(seen, size)])
 
     def plain_argument(self, index: int) -> Any:
-        """Return an argument that is no past, as a copy if a graph may write to it."""
+        """Return an argument that is not a past, as a copy if a graph may write to it."""
         return copy_unless_constant(self.arguments_without_past[index], index in self.step.written_inputs)
 
     def _mark_padding(self, column: Tensor) -> Tensor:

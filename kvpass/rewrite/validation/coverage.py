@@ -88,7 +88,7 @@ def _narrow(node: fx.Node) -> Iterator[int]:
 
 
 def last_new_kind(graph: fx.Graph, sites: Sequence[AttentionSite]) -> fx.Node:
-    """Return the last attention call whose preceding operations differ from those of every earlier call.
+    """Return the last attention call whose preceding operations differ from the operations before every earlier call.
 
     Two calls are of one kind if the operations since the previous call are the same.  They must read nodes at the same
     distance, the same nodes before the first call, or weights and caches of the same shape.

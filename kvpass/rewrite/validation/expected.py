@@ -56,14 +56,14 @@ class ExactAttention:
     def excess(self, output: Tensor, only: Tensor | None = None) -> float:
         """Return the largest error of an output [B, Hq, q, Dv] as a multiple of the allowed one.
 
-        Only queries in `only` are compared, and none whose answer is NaN, as from a softmax over nothing.
+        Only queries in `only` are compared, except queries whose answer is NaN, as from a softmax over nothing.
         """
         difference = (output.double() - self.output).square().mean(-1).sqrt()
         comparable = self.sees | self.hidden | self.zero
         return _largest_share(difference, self.error, comparable if only is None else comparable & only)
 
     def lse_excess(self, lse: Tensor, only: Tensor) -> float:
-        """Return the same for a log-sum-exp [B, Hq, q]; infinity if it is not low where all keys are hidden."""
+        """Return the largest error of a log-sum-exp [B, Hq, q]; infinity if it is not low without a visible key."""
         if bool((self.hidden & only & ~(lse <= HIDDEN / 2)).any()):
             return math.inf
         return _largest_share((lse.double() - self.lse).abs(), self.lse_error, self.sees & only)
@@ -84,7 +84,7 @@ class ExactAttention:
         return dataclasses.replace(self, output=select_heads(self.output, own), sees=select_heads(self.sees, own))
 
     def matches_mask(self, mask: Tensor, bias: Tensor | None, columns: Tensor) -> bool:
-        """Return whether a mask [B, ., ., q, N] and a bias on slots equal those on the keys.
+        """Return whether a mask [B, ., ., q, N] and a bias on slots equal the keys' ones.
 
         Queries that see no key are not compared.
 
@@ -244,7 +244,7 @@ def _exact_result(
     relative_error = (2 * error.clamp(max=10)).expm1()
     squares = value.square().sum(-1)  # [B, Hq, N]
     distance_squared = squares[..., None, :] - 2 * output @ value.transpose(-1, -2) + output.square().sum(-1)[..., None]
-    # The rounding of a sum of N terms grows as that of a random walk.
+    # The rounding of a sum of N terms grows like a random walk.
     sum_eps = _sum_eps(call["query"]) * math.sqrt(value.shape[2])
     own_eps = _eps(call["query"], call.get("logit_dtype"), call.get("output_dtype")) + sum_eps
     rounding = ROUNDING_MARGIN * own_eps * (probs * squares.sqrt()[..., None, :]).sum(-1)

@@ -49,7 +49,7 @@ Made = TypeVar("Made")
 
 
 class NotComparable(Exception):
-    """A synthetic call proves nothing: the model's own graph does not run on it, or it cannot be compared."""
+    """A synthetic call cannot be compared, for example because the model's own graph does not run on it."""
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ class Lockstep:
     """Run Dynamo's graph and its canonical form on the same arguments, and compare a third graph with them.
 
     Attributes:
-        dynamo_gm, canonical_gm, sites: the two graphs, and the attention calls of the canonical one.
+        dynamo_gm, canonical_gm, sites: the two graphs, and the attention calls of the canonical graph.
         argument: creates the argument of an index.
         new_tokens: q, the number of new tokens.
         label: describes the arguments, for an error.
@@ -136,7 +136,7 @@ class Lockstep:
 
     def _keep_result(self, run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         finite = result.isfinite()
-        # All graphs go on with this value, and a NaN would spread to later layers; `_excess` leaves these entries out.
+        # All graphs continue with this value, and a NaN would spread to later layers; `_excess` skips these entries.
         self._model_values[node.name] = result if bool(finite.all()) else result.nan_to_num(0.0, 0.0, 0.0)
         self._finite[node.name] = finite
         return self._model_values[node.name].clone()
@@ -160,7 +160,7 @@ class Lockstep:
 
         Args:
             columns: returns the keys that the third graph attends to in a layer, None for all.
-            rounding: visits that round new rows if the third graph attends to rounded ones; then nothing is compared.
+            rounding: visits that round new rows if the third graph attends to rounded rows; then nothing is compared.
 
         Raises:
             UnsupportedGraph: it differs, or does not run where the model's own graph does.
@@ -195,7 +195,7 @@ class Lockstep:
     def _compare_with_model(
         self, site: AttentionSite, columns: Tensor | None, compares: bool, run: GraphRun, node: fx.Node, result: Tensor
     ) -> Tensor:
-        """Visit a canonical call: keep its exact result, compare the model's, and continue with that."""
+        """Visit a canonical call: keep its exact result, compare the model's, and continue with the model's."""
         call = {
             name: run.load(x) if isinstance(x, fx.Node) else x for name, x in op_table.named_arguments(node).items()
         }
@@ -216,7 +216,7 @@ class Lockstep:
 
         Args:
             problem: what a difference means, for the error.
-            padded: bool [B], the rows with padding, which the third graph does not hold.  There a query that sees no
+            padded: bool [B], the rows with padding, which the third graph does not cache.  There a query that sees no
                 key has an unknown answer, because the model attends to padding as well.
         """
 
@@ -238,7 +238,7 @@ class Lockstep:
         return visit
 
     def compare_outputs(self, actual: Sequence[Any], wanted: Sequence[Any], left_out: Iterable[int]) -> None:
-        """Compare results that both graphs have."""
+        """Compare the results that both graphs have."""
         skipped = {*self.caches, *left_out}
         for index, (x, y) in enumerate(zip(actual, wanted, strict=True)):
             if index not in skipped and x is not None and y is not None and not equal_up_to_rounding(x, y):
@@ -247,7 +247,7 @@ class Lockstep:
     # -- comparing ---------------------------------------------------------------------------------------------------
 
     def _excess(self, call: fx.Node, wanted: ExactAttention, result: Tensor, padded: Tensor | None = None) -> float:
-        """Return the error as a multiple of the allowed one, over real queries with finite results of the model."""
+        """Return the error as a multiple of the allowed error, over real queries with finite results of the model."""
         finite = self._finite[_in_model(call)]
         compared = finite.reshape(*result.shape[:3], -1).all(-1)
         compared = compared if self.real_tokens is None else compared & self.real_tokens[:, None]
@@ -275,7 +275,7 @@ class Lockstep:
         """Raise UnsupportedGraph: the graphs differ at an attention call."""
         raise UnsupportedGraph(
             f"{source_line(site.call)}: the rewritten graph is not the model's: {self.label} {problem}; kvpass "
-            "read the model wrongly, so this model cannot run on a bounded cache; please report this defect"
+            "misread the model's graph, so it refuses to run it on a bounded cache; please report this bug"
         )
 
 
@@ -292,7 +292,7 @@ MOST_WEIGHTS = 1 << 28
 def on_few_threads(graph: fx.Graph) -> Iterator[None]:
     """Run operations of a small model on one thread; callers hold the lock of compilations.
 
-    Each operation is short and ends at a barrier, where threads wait for the one that another process has interrupted.
+    Each operation is short and ends at a barrier, where all threads wait if another process interrupts one of them.
     """
     weights = [
         example_value(node) for node in walk.placeholders(graph) if dynamo.is_of_module(node) and walk.is_tensor(node)
@@ -313,7 +313,7 @@ def run_validation(
     kind: str,
     why: str,
 ) -> Validation:
-    """Compare on the first call that the model's own graph runs on, then on further calls.
+    """Compare on the first call that the model's own graph runs on, then on other calls.
 
     Args:
         calls: synthetic calls, each created on demand, with a label for messages.

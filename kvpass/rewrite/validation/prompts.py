@@ -1,8 +1,8 @@
 """Validate a prompt: compare Dynamo's graph, its canonical form, and the graph with the policy's outputs.
 
 They run in lockstep, see `kvpass.rewrite.validation.lockstep`.  A graph for all lengths runs on a short synthetic
-prompt.  Its length and number of rows are no other sizes of the graph, so that confused dimensions show.  A graph for
-one length runs on the current call, with one layer of each kind and some of the queries.
+prompt.  Its length and number of rows differ from the graph's other sizes, so that swapped dimensions show.  A graph
+for one length runs on the current call, with one layer of each kind and some of the queries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_skip
 from kvpass.torch_private import symbolic_shapes
 
 LENGTHS = (11, 13, 17, 19, 23, 9, 7)
-"""Lengths of a synthetic prompt; the first that is no other size of the graph is taken."""
+"""Lengths of a synthetic prompt; the first that differs from the graph's other sizes is taken."""
 ROWS = (3, 5, 2)
 """Numbers of rows, chosen in the same way."""
 MAX_TOKENS = 64
@@ -168,7 +168,7 @@ def _other_sizes(
 
 
 def _marks_rows(node: fx.Node, rows: Any, sizes: dict[Any, int]) -> bool:
-    """Return whether an input that marks padding has one row, or as many as the prompt."""
+    """Return whether an input that marks padding has one row, or the number of rows of the prompt."""
     return math.prod(shapes.number(size, sizes) for size in example_value(node).shape[:-1]) in (
         1,
         shapes.number(rows, sizes),
@@ -201,7 +201,7 @@ def _resize(node: fx.Node, argument: Any, sizes: dict[Any, int]) -> Any:
 
 
 def _with_padding(prompt: PromptCase, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Pad each row with another number of tokens on its left, and rows after the first also in the middle."""
+    """Pad each row on its left by a different number of tokens, and later rows also in the middle."""
     padded = list(arguments)
     for index in prompt.padding_inputs:
         column = torch.ones_like(padded[index])

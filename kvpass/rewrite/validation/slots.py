@@ -1,6 +1,6 @@
-"""Make synthetic slots that hold the tokens of a conversation: arguments of a rewritten step graph.
+"""Make synthetic slots with the tokens of a conversation: arguments of a rewritten step graph.
 
-Each head of each row stores the tokens in other slots, and free slots hold rows of other tokens.  Slots are copied on
+Each head of each row stores the tokens in other slots, and free slots contain other tokens' rows.  Slots are copied on
 demand, and equal layers share them, or at least their rows.
 """
 
@@ -52,7 +52,7 @@ class SyntheticSlots:
         return argument
 
     def _rewrites_vectors(self, layer: int) -> bool:
-        """Return whether a step reads a layer's slots after a write, or writes to more than the free one."""
+        """Return whether a step reads a layer's slots after a write, or writes to more than the free slot."""
         policy = self.step.call.layouts[layer].policy
         return bool(self.step.call.sites[layer].shared_by) or policy.merges or policy.aligns != "never"
 

@@ -4,8 +4,8 @@ They run in lockstep (`kvpass.rewrite.validation.lockstep`) on the same syntheti
 
     Dynamo's     its attention is the canonical call in exact arithmetic; its caches are past and new rows
     canonical    gives the arguments of that call: query, keys, values, mask, scale
-    rewritten    its queries and new rows are the canonical ones, its mask on a slot is that of the slot's token; its
-                 attention is the same call on the cached vectors, as they are stored
+    rewritten    its queries and new rows are the canonical ones, its mask on a slot is its token's; its
+                 attention is the same call on the cached vectors, as stored
 
 A policy that changes logits (sage, buzz with `Buzz.log_n`) is compared without that change.
 """
@@ -38,7 +38,7 @@ MAX_FIRST = 61
 MIN_TOKENS = 7
 """The fewest tokens of a conversation after a shorter call: with one token no order shows."""
 MAX_LENGTHS = 6
-"""The most lengths of further conversations."""
+"""The most lengths of later conversations."""
 MAX_BLOCKS = 2
 """The most constants at which conversations begin a new block."""
 
@@ -75,7 +75,7 @@ def _try_others(step: StepCase, first: ConversationPlan, left_out: list[str]) ->
 def _first_plans(step: StepCase) -> Iterator[ConversationPlan]:
     """Yield conversations that fit into the slots, then one that does not, each with padding and then without.
 
-    Those without are for models that do not run on padding.
+    Conversations without padding are for models that do not run on padding.
     """
     windows = [window for window in step.context.windows if window is not None]
     if windows:
@@ -209,7 +209,7 @@ def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -
     wanted = lockstep.run_model()
     lockstep.run_canonical(conversation.columns)
     stored_as_codes = step.call.layouts[0].kv_dtype is not None
-    if stored_as_codes and step.context.decodes:  # attention reads the new row as it is stored
+    if stored_as_codes and step.context.decodes:  # attention reads the new row as stored
         lockstep.run_canonical(conversation.columns, _rounding(step))
     actual, rewrite = _run_rewritten(step, conversation, lockstep), conversation.rewrite
     outputs = [None if index is None else actual[index] for index in rewrite.outputs]

@@ -69,7 +69,7 @@ def test_results_are_read_as_they_were_written_and_refusals_are_tried_again(tmp_
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("[{")
-    with pytest.raises(KVPassError, match="cannot go on with the results"):
+    with pytest.raises(KVPassError, match="cannot continue with the results"):
         Results(tmp_path)
 
 
@@ -116,7 +116,7 @@ def test_rows_of_a_measure_without_batches_are_refused(
     out = tmp_path / "out"
     assert cli.main(["eval", "--measure", *measures, "--rows", "4", "--out", str(out), "--text", "nowhere"]) == 2
     named = ", ".join(name for name in measures if name != "perplexity")
-    assert capsys.readouterr().err.startswith(f"kvpass: --rows 4: means nothing for {named}; ")
+    assert capsys.readouterr().err.startswith(f"kvpass: --rows 4: has no effect on {named}; ")
     assert not out.exists()
 
 
@@ -163,7 +163,7 @@ def test_a_run_that_measures_nothing_says_so(
     text.write_text("def a(x):\n    return x + 1\n" * 9)
     arguments = ["eval", "--model", str(checkpoint), "--text", str(text), "--inner", "nope", "--policy", "h2o"]
     assert cli.main([*arguments, "--tokens", "64", "--out", str(tmp_path / "out")]) == 2
-    assert "nothing was measured, as every case is refused; the first one: inner='nope'" in capsys.readouterr().err
+    assert "nothing was measured, because every case is refused; the first one: inner='nope'" in capsys.readouterr().err
 
 
 def test_an_unknown_policy_is_refused_before_anything_is_loaded(

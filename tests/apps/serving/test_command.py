@@ -52,7 +52,7 @@ def test_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_folder_that_is_no_artifact_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("text")
     made = service("--artifact", str(tmp_path), "--inner", "inductor")
-    with pytest.raises(ArtifactError, match=f"{tmp_path}: is there, and is no artifact"):
+    with pytest.raises(ArtifactError, match=f"{tmp_path} exists and is not an artifact"):
         made.prepare()
     assert (tmp_path / "other").read_text() == "text"
 

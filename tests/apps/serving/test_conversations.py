@@ -182,7 +182,7 @@ def test_caches_that_were_exchanged_are_refused(tmp_path: Path, expected: list[s
         for name in ("c", "d"):
             found = running.post("/v1/completions", prompt=TURNS[1], conversation=name)
             assert found.status_code == 409
-            assert "tokens, and the notes beside it" in found.json()["error"]["message"]
+            assert "tokens, and its notes say" in found.json()["error"]["message"]
 
 
 def test_caches_without_notes_are_removed(tmp_path: Path, expected: list[str]) -> None:

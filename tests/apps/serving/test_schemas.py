@@ -70,7 +70,7 @@ def test_unsupported_fields_pass_if_they_ask_for_nothing(neutral: dict[str, Any]
         ({"response_format": {"type": "json_object"}}, "response_format", "is not supported by this server"),
         ({"presence_penalty": 0.5}, "presence_penalty", "is not supported by this server"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "is not supported by this server"),
-        ({"nonsense": 1}, "nonsense", "is no field of this endpoint"),
+        ({"nonsense": 1}, "nonsense", "is not a field of this endpoint"),
         ({"temperature": 3}, "temperature", "must be a number from 0 to 2"),
         ({"temperature": "hot"}, "temperature", "must be a number"),
         ({"top_p": 0}, "top_p", "above 0 and up to 1"),
