@@ -90,7 +90,6 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="kvpass-engine", daemon=True)
         self._seconds = 1.0  # a running mean of how long a request takes in a row
         self.slots = rows * int(loop.backend.budget or 0)
-        metrics.watch(rows, self.slots, lambda: len(self.jobs))
 
     # -- in the event loop -------------------------------------------------------------------------------------------
 
