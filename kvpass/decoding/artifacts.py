@@ -40,7 +40,7 @@ from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError, 
 from kvpass.lowering import graph_passes
 from kvpass.policies.base import Policy
 from kvpass.runtime import model_identity
-from kvpass.runtime.call_pins import call_pins
+from kvpass.runtime.call_context import call_pins
 from kvpass.runtime.exported_graphs import ExportedStep, exported_prompt
 from kvpass.runtime.prompts import PromptRunner
 from kvpass.torch_private import exported_code, generated_code
