@@ -1,4 +1,4 @@
-"""Carry the pins of a call to the layers that admit its tokens, and collect the prompts and steps that run."""
+"""Carry the pins of a call to the layers that admit its tokens, and collect prompts and steps that run."""
 
 from __future__ import annotations
 
