@@ -40,7 +40,7 @@ from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError, 
 from kvpass.lowering import graph_passes
 from kvpass.policies.base import Policy
 from kvpass.runtime import model_identity
-from kvpass.runtime.call_pins import call_pins
+from kvpass.runtime.call_context import call_pins
 from kvpass.runtime.exported_graphs import ExportedStep, exported_prompt
 from kvpass.runtime.prompts import PromptRunner
 from kvpass.torch_private import exported_code, generated_code
@@ -394,13 +394,10 @@ def _tensor_entries(model: torch.nn.Module) -> dict[str, str]:
     """Return what compiled code depends on of each tensor of a model, by name."""
     first = recording.tensor_names(model)  # a tied tensor is one argument, and found again by its first name
     return {
-        name: _shape(tensor) + ("" if first[id(tensor)] == name else f", tied to {first[id(tensor)]}")
-        for name, tensor in named_tensors(model)
+        name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} {list(x.stride())} {x.device}"
+        + ("" if first[id(x)] == name else f", tied to {first[id(x)]}")
+        for name, x in named_tensors(model)
     }
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {list(tensor.stride())} {tensor.device}"
 
 
 def _check_model(saved: Mapping[str, Any], model: torch.nn.Module) -> None:

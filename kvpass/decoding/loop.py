@@ -23,14 +23,13 @@ from kvpass.arguments import Natural, Positive, check_arguments, require
 from kvpass.backend import backend
 from kvpass.decoding import prefill
 from kvpass.decoding.model_call import ModelCall
-from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.decoding.prefill import last_of, prefix_mask
+from kvpass.decoding.prompt_inputs import PaddingMask, Pin, TokenIds, padding_mask, pin_mask
 from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Prompt
 from kvpass.decoding.sampling import Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.scheduler import RequestScheduler
 from kvpass.decoding.stepping import INTERRUPTED, LoopState, ModelFingerprint, in_mode_of_weights
 from kvpass.decoding.synthetic_conversation import visit_graphs
-from kvpass.decoding.token_inputs import PaddingMask, TokenIds, padding_mask
 from kvpass.errors import CacheHandleError, PolicyError
 from kvpass.policies.base import Policy
 from kvpass.policies.hashing import PRIME

@@ -15,7 +15,7 @@ from kvpass import model_access
 from kvpass.cache.model_cache import caches_in, is_cache_object
 from kvpass.errors import CacheHandleError, LookupRangeError, PolicyError, UnsupportedGraph
 from kvpass.policies.pinned_tokens import Pins
-from kvpass.runtime.call_pins import pinning
+from kvpass.runtime.call_context import pinning
 from kvpass.torch_private import dynamo
 
 SPARE_ROWS = 2  # of a table of learned positions: OPT and BART begin theirs with two

@@ -20,8 +20,7 @@ from kvpass.arguments import Positive, check_arguments, require
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.model_call import ModelCall, with_logits
-from kvpass.decoding.pin_masks import Pin, pin_mask
-from kvpass.decoding.token_inputs import PaddingMask, TokenIds, padding_mask
+from kvpass.decoding.prompt_inputs import PaddingMask, Pin, TokenIds, padding_mask, pin_mask
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.runtime.model_arguments import with_dynamic_length

@@ -21,7 +21,7 @@ from kvpass.decoding.model_call import find_logits, name_parts
 from kvpass.decoding.stepping import index_of_tensor
 from kvpass.errors import UnsupportedGraph
 from kvpass.runtime import exported_graphs, prompts, step_execution, steps
-from kvpass.runtime.run_events import collect_runs, publish_run
+from kvpass.runtime.call_context import collect_runs, publish_run
 
 
 @dataclasses.dataclass(frozen=True)

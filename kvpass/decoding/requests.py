@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from torch import Tensor
 
 from kvpass.arguments import Condition
+from kvpass.decoding.prompt_inputs import are_token_ids
 from kvpass.decoding.sampling import Sampling
-from kvpass.decoding.token_inputs import are_token_ids
 from kvpass.errors import RequestError
 
 Reason = Literal["stop", "length", "cancelled", "error"]

@@ -20,8 +20,8 @@ from torch import Tensor
 from kvpass import model_access
 from kvpass.arguments import require
 from kvpass.cache.model_cache import caches_in
-from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.decoding.prefill import chunk_lengths, prefix_mask, run_chunks
+from kvpass.decoding.prompt_inputs import Pin, pin_mask
 from kvpass.decoding.request_batch import RequestBatch, check_holds_only_slots
 from kvpass.decoding.requests import MOST_STOPS, GenerationOutput, Request, RequestStatus
 from kvpass.decoding.sampling import Sampling

@@ -558,7 +558,9 @@ def attend_by_kernel(
     """Return the results of `attend`, by the kernels and by plain torch around them, which the compiler fuses."""
     keys, values = _as_dense(key.codes), _as_dense(value.codes)
     mask, bias = _expand_mask(mask, key.shape[2]), None if bias is None else _expand_mask(bias, key.shape[2])
-    rotary = (None, None, None, 0, False) if rope is None else _as_arguments(rope)
+    rotary: tuple[object, ...] = (None, None, None, 0, False)
+    if rope is not None:
+        rotary = rope.rank, rope.cos, rope.sin, rope.pairs.width, rope.pairs.interleaved
     stored = _scales_and_zeros(key, value)
     given = (mask, bias, sink_logit, *rotary, scale, cap, with_logits, key.format.bits)
     output, most, total, logits = torch.ops.kvpass.attend_slots(query, keys, values, *stored, *given)
@@ -575,10 +577,6 @@ def _scales_and_zeros(key: EncodedVectors, value: EncodedVectors) -> list[Tensor
     found = itertools.zip_longest(*(rows.parts[1:] for rows in (key, value)))
     flat: list[Tensor | None] = [part for pair in found for part in pair]
     return flat + [None] * (4 - len(flat))
-
-
-def _as_arguments(rope: Rope) -> tuple[Tensor | None, Tensor, Tensor, int, bool]:
-    return rope.rank, rope.cos, rope.sin, rope.pairs.width, rope.pairs.interleaved
 
 
 def _as_dense(buffer: Tensor) -> Tensor:

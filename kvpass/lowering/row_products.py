@@ -162,7 +162,8 @@ def convert_operands(graph: fx.Graph) -> None:
             continue
         in_float32 = float32_products.is_faster(value.dtype) and not node.kwargs
         if node.target is aten.bmm.default:
-            if in_float32 and not _has_few_rows(value):
+            count = value.shape[1]  # of rows; `float32_products` leaves a small number to torch
+            if in_float32 and not (isinstance(count, int) and count < float32_products.FEWEST_ROWS):
                 replacement.replace(node, _float32_batch, *node.args)
             continue
         *bias, rows, matrix = node.args
@@ -172,11 +173,6 @@ def convert_operands(graph: fx.Graph) -> None:
         elif stored is not matrix:
             function = _bind(_converted, matrix.meta["val"].dtype)
             node.replace_input_with(matrix, replacement.splice(node, function, stored))
-
-
-def _has_few_rows(product: torch.Tensor) -> bool:
-    """Return whether a product [B, R, N] has a fixed number of rows that `float32_products` leaves to torch."""
-    return isinstance(product.shape[1], int) and product.shape[1] < float32_products.FEWEST_ROWS
 
 
 def _unconverted(matrix: fx.Node) -> fx.Node:

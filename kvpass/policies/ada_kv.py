@@ -80,10 +80,14 @@ class AdaKV(SnapKV):
         return classes_of(shares, heads * budget, self.fitting_budget(0))
 
     def head_counts(self, tokens: Tokens, layer: int) -> Tensor:
-        scored = tokens.live & tokens.state["selected"] & ~tokens.newest(self.window)
         selected = self.compacted(tokens.budget) - self.window
         assert isinstance(selected, int)  # rows have no budgets of their own
-        return count_winners(tokens.state["score"], tokens.position.masked_fill(~scored, -1), selected, self.safeguard)
+        position = torch.where(self._competes(tokens), tokens.position, -1)
+        return count_winners(tokens.state["score"], position, selected, self.safeguard)
+
+    def _competes(self, tokens: Tokens) -> Tensor:
+        """Return bool [B, H, N]: the selected tokens before the window."""
+        return tokens.live & tokens.state["selected"] & ~tokens.newest(self.window)
 
 
 def shares_of(heads: int) -> tuple[float, ...]:

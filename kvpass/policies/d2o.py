@@ -94,9 +94,8 @@ class D2O(Policy):
         return Full() if layer in self.skip_layers or layer - layers in self.skip_layers else self
 
     def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:
-        sharding = attention[0].sharding if attention else None
         totals = [layer.total for layer in attention]
-        rows = column_variances(totals, valid, sharding, self.density)
+        rows = column_variances(totals, valid, attention[0].sharding, self.density)
         options = (self.layers, self.gate, self.alpha, self.minimum_budget())
         lengths = valid.sum(-1).tolist()
         budgets = [layer_budgets(row, budget, prompt, *options) for row, prompt in zip(rows, lengths, strict=True)]

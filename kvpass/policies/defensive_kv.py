@@ -90,10 +90,6 @@ class DefensiveKV(AdaKV):
         score = torch.where(self._safe_tokens(tokens, tokens.budget - self.window), torch.inf, by_impact)
         return keep_highest(score, tokens.position, tokens.budget), {}
 
-    def _competes(self, tokens: Tokens) -> Tensor:
-        """Return bool [B, H, N]: the selected tokens before the window."""
-        return tokens.live & tokens.state["selected"] & ~tokens.newest(self.window)
-
     def _safe_tokens(self, tokens: Tokens, most: int | Tensor) -> Tensor:
         """Mark the tokens of highest mean attention up to a share `mass`, but at most `most`: bool [B, H, N]."""
         among = self._competes(tokens)

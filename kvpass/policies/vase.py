@@ -120,14 +120,11 @@ class Vase(Policy):
         """Return scores [B, Hkv, N] by which the largest ranges come first, and then a sample by attention."""
         older = tokens.live & ~tokens.newest(self.recent)
         span = torch.where(tokens.position < self.sinks, torch.inf, tokens.state["range"])
-        large = keep_highest(span, torch.where(older, tokens.position, -1), self._large_range_count(tokens.budget))
+        count = at_most(at_least(share_of(tokens.budget, self.large), self.sinks), tokens.budget - self.recent)
+        large = keep_highest(span, torch.where(older, tokens.position, -1), count)  # the sinks among them
         votes = voting.pool_votes(tokens.state[voting.VOTE], tokens, older, self.kernel, "mean")
         seed = hashing.seed_of_round(self.seed, tokens.seen)
         number = hashing.draw(tokens.position, head_indices(tokens.position, tokens.sharding), seed)
         sampled = votes / -hashing.to_uniform(number).log()
         age = (tokens.position - tokens.seen).float()  # negative
         return torch.where(large, torch.inf, torch.where(votes > 0, sampled, age))
-
-    def _large_range_count(self, budget: int | Tensor) -> int | Tensor:
-        """Return how many tokens stay for the range of their values, the sinks among them."""
-        return at_most(at_least(share_of(budget, self.large), self.sinks), budget - self.recent)

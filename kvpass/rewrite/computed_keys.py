@@ -167,11 +167,9 @@ def _propagate_dim(node: fx.Node, parent: fx.Node, axis: int | None) -> int | No
     if axis is None:
         return None
     if walk.target_name(node) in ("copy_", "setitem"):  # one tensor over another, or over a part along other dimensions
-        last = example_value(node).ndim - example_value(parent).ndim + axis
-        return last if walk.target_name(node) == "copy_" or parent is node.args[0] or _writes_whole(node) else None
+        last: int = example_value(node).ndim - example_value(parent).ndim + axis
+        if walk.target_name(node) == "copy_" or parent is node.args[0]:
+            return last
+        subscript = op_table.subscript(node)  # may cut the last dimension, and must keep every token's index
+        return last if all(op_table.keeps_whole_dimension(part) for part in subscript[:-1]) else None
     return propagation.propagate_dim(node, parent, axis)
-
-
-def _writes_whole(node: fx.Node) -> bool:
-    """Return whether x[...] = y keeps every token's index: the subscript cuts at most the last dimension."""
-    return all(op_table.keeps_whole_dimension(part) for part in op_table.subscript(node)[:-1])

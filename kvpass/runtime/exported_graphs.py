@@ -19,10 +19,10 @@ from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.prompt import LayerOutputs, PromptRewrite
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import grow_for
+from kvpass.runtime.call_context import publish_run
 from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.padding_tracker import PaddingTracker
 from kvpass.runtime.prompts import PromptGraphFacts, PromptRunner, policies_by_layer
-from kvpass.runtime.run_events import publish_run
 from kvpass.runtime.sizes import guard_predicate
 from kvpass.runtime.step_execution import PreparedStep, StepExecutor, StepInputs, StepResult
 from kvpass.runtime.steps import StepRunner

@@ -1,4 +1,4 @@
-"""Store cached tokens in slots: admit prompts and chunks, and pin tokens."""
+"""Store cached tokens in slots: admit prompts and chunks, pin tokens, and weigh tokens by the output projection."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import AnySlots, Slots, empty_slots
 from kvpass.capture.canonical import SiteFacts
+from kvpass.errors import CacheHandleError
 from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
 from kvpass.policies.types import Attention, Clock
 from kvpass.runtime.cache_changes import admit_chunk, change_layout, mark_addresses_static
-from kvpass.runtime.call_pins import call_pins, pinned_headroom
+from kvpass.runtime.call_context import call_pins
 from kvpass.runtime.call_records import AdmittedChunk
 from kvpass.runtime.clocks import clocks_after
-from kvpass.runtime.output_projection import output_projection_of
 
 
 class KVStore:
@@ -91,3 +91,26 @@ def _spare_slots(cache: LayerCache) -> AnySlots:
     form = (cache.slots.names, cache.layout.capacity)
     fitting = (slots for slots in earlier_slots if slots is not cache.slots and (slots.names, slots.capacity) == form)
     return next(fitting, None) or empty_slots(cache.layout)
+
+
+def pinned_headroom(tokens: int) -> int:
+    """Return the slots for `tokens` pinned tokens above the budget: a power of two, so that prompts share graphs."""
+    return 1 << (tokens - 1).bit_length() if tokens > 0 else 0
+
+
+def output_weight_by_head(weight: Tensor, heads: int, dim: int) -> Tensor:
+    """Return the weight [E, Hq Dv] of an output projection as `TokensToAdmit.output_projection`, [1, Hkv, G, Dv, E]."""
+    return torch.unflatten(weight.T, 0, (1, heads, -1, dim))
+
+
+def output_projection_of(cache: LayerCache) -> Tensor | None:
+    """Return `TokensToAdmit.output_projection` for a chunk of a layer; None for a policy that does not read it."""
+    if not cache.layout.policy.projects:
+        return None
+    weight = None if cache.output_projection is None else cache.output_projection()
+    if weight is None:
+        raise CacheHandleError(
+            f"{cache.layout.policy.name!r} weighs the tokens of a turn by the model's output projection, which is not "
+            "known of a cache from a file or of a model that is gone: start again with the whole conversation"
+        )
+    return output_weight_by_head(weight.detach(), cache.layout.heads, cache.layout.value_dim)

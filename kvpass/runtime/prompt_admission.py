@@ -23,7 +23,7 @@ from kvpass.policies.types import Attention
 from kvpass.policies.window import Window
 from kvpass.runtime import model_identity
 from kvpass.runtime.backend_base import BackendBase
-from kvpass.runtime.call_pins import pinned_headroom
+from kvpass.runtime.kv_store import pinned_headroom
 from kvpass.runtime.padding_tracker import true_indices
 from kvpass.user_budget import Budget, slots_for, slots_of_rows
 

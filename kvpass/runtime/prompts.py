@@ -31,12 +31,11 @@ from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import longer_placeholder
-from kvpass.runtime.call_pins import call_pins
+from kvpass.runtime.call_context import call_pins, publish_run
 from kvpass.runtime.checks import PositionCheck, RotationCheck
 from kvpass.runtime.deferred_code import DeferredCode, UncompiledCode
-from kvpass.runtime.output_projection import output_weight_by_head
+from kvpass.runtime.kv_store import output_weight_by_head
 from kvpass.runtime.prompt_admission import PendingPrompt, PromptLayer
-from kvpass.runtime.run_events import publish_run
 from kvpass.torch_private import dynamo, inductor, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 

@@ -12,7 +12,7 @@ from kvpass.capture.canonical import SiteFacts
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.runtime.backend_base import BackendBase
-from kvpass.runtime.call_pins import call_pins
+from kvpass.runtime.call_context import call_pins
 from kvpass.runtime.call_records import store_undo_records, undo_records_before
 from kvpass.runtime.clocks import advance_counts, tick
 from kvpass.runtime.padding_tracker import PaddingTracker

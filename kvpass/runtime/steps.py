@@ -20,9 +20,9 @@ from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import grow_for, longer_placeholder
+from kvpass.runtime.call_context import publish_run
 from kvpass.runtime.checks import StepVerifier, describe_wrong_mask
 from kvpass.runtime.padding_tracker import PaddingTracker
-from kvpass.runtime.run_events import publish_run
 from kvpass.runtime.sizes import SizeInterpretation, StepSizeReader
 from kvpass.runtime.step_execution import PreparedStep, StepExecutor, StepInputs, StepResult
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache

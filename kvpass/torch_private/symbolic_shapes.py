@@ -103,12 +103,9 @@ class AddedGuards:
         """The guards that do not follow from Dynamo's, in the symbols of the graph's inputs."""
         guards = [] if self._env is None else [guard.expr for guard in self._env.guards]
         known = {guard.lts - guard.gts for guard in guards[: self._before] if isinstance(guard, (sympy.Le, sympy.Ge))}
-        return [guard for guard in guards[self._before :] if not _follows(guard, known)]
-
-
-def _follows(guard: sympy.Expr, known: set[sympy.Expr]) -> bool:
-    """Return whether an equation follows from two inequalities; `known` has the expressions that are at most 0."""
-    return isinstance(guard, sympy.Eq) and {guard.lhs - guard.rhs, guard.rhs - guard.lhs} <= known
+        added = guards[self._before :]
+        # An equation follows from two inequalities; `known` has the expressions that are at most 0.
+        return [g for g in added if not (isinstance(g, sympy.Eq) and {g.lhs - g.rhs, g.rhs - g.lhs} <= known)]
 
 
 def empty(shape: Sequence[Any], strides: Sequence[Any] | None, **factory_kwargs: Any) -> Tensor:

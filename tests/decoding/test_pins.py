@@ -12,7 +12,7 @@ from torch import Tensor
 import kvpass
 from kvpass.backend import Backend
 from kvpass.cache.model_cache import caches_in
-from kvpass.decoding.pin_masks import pin_mask
+from kvpass.decoding.prompt_inputs import pin_mask
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError, RequestError
 from tests import on_reference
 from tests.models import build, model_with_unequal_layers, prompt

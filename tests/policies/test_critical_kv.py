@@ -13,7 +13,7 @@ from kvpass.cache.model_cache import caches_in
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.policies.critical_kv import CriticalKV, output_norms
 from kvpass.policies.types import Tokens
-from kvpass.runtime.output_projection import output_weight_by_head
+from kvpass.runtime.kv_store import output_weight_by_head
 from tests.models import build
 
 SCORE = [.30, .20, .15, .10, .05, .05, .05, .05, .03, .02]  # fmt: skip

@@ -18,7 +18,7 @@ from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.policies.window import Window
-from kvpass.runtime.call_pins import pinning
+from kvpass.runtime.call_context import pinning
 from kvpass.runtime.padding_tracker import true_indices
 from tests.architectures import zoo
 from tests.models import prompt

@@ -43,15 +43,10 @@ class PrintedTable:
         if "error" in row:
             return [f"{next(iter(row.values()))}: {row['error']}"]
         self.rows.append(row)
-        head = [[*self.rows[0]], ["-" * width for width in self._widths()]] if len(self.rows) == 1 else []
-        return [self._line(cells) for cells in [*head, [cell(row.get(name)) for name in self.rows[0]]]]
-
-    def _widths(self) -> list[int]:
-        return [max(self.first if number == 0 else 6, len(name)) for number, name in enumerate(self.rows[0])]
-
-    def _line(self, cells: Sequence[str]) -> str:
-        first, *others = [
-            text.rjust(width) if number else text.ljust(width)
-            for number, (text, width) in enumerate(zip(cells, self._widths(), strict=True))
+        names = [*self.rows[0]]
+        widths = [max(6 if number else self.first, len(name)) for number, name in enumerate(names)]
+        head = [names, ["-" * width for width in widths]] if len(self.rows) == 1 else []
+        return [
+            "  ".join(f"{text:{'>' if number else '<'}{widths[number]}}" for number, text in enumerate(cells)).rstrip()
+            for cells in [*head, [cell(row.get(name)) for name in names]]
         ]
-        return "  ".join([first, *others]).rstrip()

@@ -91,7 +91,6 @@ class Engine:
         self._seconds = 1.0  # a running mean of the time between two requests that end, as long as one is there
         self._last_end = 0.0
         self.slots = rows * int(loop.backend.budget or 0)
-        metrics.watch(rows, self.slots, lambda: len(self.jobs))
 
     # -- in the event loop -------------------------------------------------------------------------------------------
 

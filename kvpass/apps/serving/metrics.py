@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvpass.apps.serving.conversations import ConversationStore
+
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -35,20 +37,15 @@ class Metrics:
     def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
         Gauge(name, text, registry=self.registry).set_function(value)
 
-    def watch(self, rows: int, slots: int, requests: Callable[[], int]) -> None:
-        """Report the rows, their slots, and the queue of requests that have not finished when metrics are read."""
+    def watch(self, rows: int, slots: int, requests: Callable[[], int], store: ConversationStore) -> None:
+        """Report the rows, their slots, the queue, and the conversations whenever the metrics are read."""
         self._gauge("kvpass_rows", "Rows for requests.", lambda: rows)
         self._gauge("kvpass_rows_used", "Rows with a request.", lambda: min(requests(), rows))
         self._gauge("kvpass_queue", "Requests that wait for a row.", lambda: max(0, requests() - rows))
         self._gauge("kvpass_slots", "Tokens that the rows can hold.", lambda: slots)
-
-    def watch_conversations(
-        self, conversations: Callable[[], int], rows: Callable[[], int], nbytes: Callable[[], int]
-    ) -> None:
-        """Report all conversations, those in memory, and the bytes of these whenever the metrics are read."""
-        self._gauge("kvpass_conversations", "Conversations, in memory and in files.", conversations)
-        self._gauge("kvpass_conversations_in_memory", "Conversations in memory.", rows)
-        self._gauge("kvpass_conversation_bytes", "Bytes of conversations in memory.", nbytes)
+        self._gauge("kvpass_conversations", "Conversations, in memory and in files.", lambda: len(store))
+        self._gauge("kvpass_conversations_in_memory", "Conversations in memory.", lambda: store.in_memory)
+        self._gauge("kvpass_conversation_bytes", "Bytes of conversations in memory.", lambda: store.nbytes)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

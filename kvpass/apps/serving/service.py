@@ -80,8 +80,7 @@ class Service:
         self._temporary = tempfile.TemporaryDirectory(prefix="kvpass-") if settings.folder is None else None
         folder = settings.folder or Path(self._temporary.name if self._temporary else "")
         self.store = ConversationStore(loop, folder, settings.conversations)
-        store = self.store
-        self.metrics.watch_conversations(lambda: len(store), lambda: store.in_memory, lambda: store.nbytes)
+        self.metrics.watch(rows, self.engine.slots, lambda: len(self.engine.jobs), self.store)
         self.draining: Callable[[], bool] = lambda: False
         self.prepare: Callable[[], object] = loop.warm
         self._created = int(time.time())

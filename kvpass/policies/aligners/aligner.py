@@ -158,12 +158,9 @@ def _direct(
     hidden = torch.relu(hidden @ inner + inner_bias)  # [B, C, h2]
     change = hidden @ outer + outer_bias + shift[rank] - shift[made]  # [B, C, Hkv * (D + Dv)]
     width = keys.shape[-1]
-    on_keys, on_values = (_by_head(x, key.shape[1]) for x in (change[..., :width], change[..., width:]))
+    parts = change[..., :width], change[..., width:]
+    on_keys, on_values = (x.view(*x.shape[:2], key.shape[1], -1).transpose(1, 2) for x in parts)
     return _rows_to_move(key, on_keys, moves), _rows_to_move(value, on_values, moves)
-
-
-def _by_head(change: Tensor, heads: int) -> Tensor:
-    return change.view(*change.shape[:2], heads, -1).transpose(1, 2)
 
 
 def _rows_to_move(rows: Tensor, change: Tensor, moves: Tensor) -> Tensor:

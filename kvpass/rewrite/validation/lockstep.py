@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.fx as fx
@@ -45,36 +45,8 @@ class Validation:
     left_out: tuple[str, ...] = ()
 
 
-Made = TypeVar("Made")
-
-
 class NotComparable(Exception):
     """A synthetic call cannot be compared, for example because the model's own graph does not run on it."""
-
-
-@contextlib.contextmanager
-def errors_as_not_comparable(label: str) -> Iterator[None]:
-    """Convert errors of the validation's own code, which say nothing about the graphs.
-
-    Raises:
-        NotComparable: any error that is not a KVPassError was raised inside.
-    """
-    try:
-        yield
-    except (KVPassError, NotComparable):
-        raise
-    except Exception as error:
-        raise NotComparable(f"the comparison {label} failed with {type(error).__name__}: {error}") from error
-
-
-@contextlib.contextmanager
-def noting_skipped(skipped: list[str], label: str) -> Iterator[None]:
-    """Append a label of a call that cannot be compared to `skipped`, and continue."""
-    try:
-        with errors_as_not_comparable(label):
-            yield
-    except NotComparable as failure:
-        skipped.append(str(failure))
 
 
 @dataclasses.dataclass
@@ -307,39 +279,54 @@ def on_few_threads(graph: fx.Graph) -> Iterator[None]:
 
 
 def run_validation(
-    calls: Iterable[tuple[str, Made]],
-    compare: Callable[[Made], object],
-    further: Callable[[Made, list[str]], None],
+    calls: Iterable[Any],
+    further: Callable[[Any], Iterator[Any]],
+    compare: Callable[[Any, bool], object],
     kind: str,
     why: str,
 ) -> Validation:
     """Compare on the first call that the model's own graph runs on, then on other calls.
 
     Args:
-        calls: synthetic calls, each created on demand, with a label for messages.
-        compare: compares the graphs on one call.
-        further: compares on further calls after the first, and notes those that are left out.
+        calls: synthetic calls, each created on demand, with a `label` for messages.
+        further: returns calls like these to compare on after the first.
+        compare: compares the graphs on one call; if its flag is true, in one layer of each kind only.
         kind: the name of the calls, for notes.
         why: the reason to report if there is no call.
 
     Raises:
         UnsupportedGraph: the graphs differ; the message names the first attention call that does.
     """
-    start, left_out = time.perf_counter(), list[str]()
+    start = time.perf_counter()
     # The caller's random numbers stay as they are.
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        try:
-            with errors_as_not_comparable(f"on {kind}"):
-                for label, call in calls:
-                    try:
-                        with errors_as_not_comparable(label):
-                            compare(call)
-                    except NotComparable as failure:
-                        why = str(failure)
-                        continue
-                    with noting_skipped(left_out, f"on further {kind}"):
-                        further(call, left_out)
-                    return Validation(time.perf_counter() - start, None, tuple(left_out))
-        except NotComparable as failure:
-            why = str(failure)
+        for call, failure in _compare_each(calls, compare, False, f"on {kind}"):
+            if failure is None:
+                others = _compare_each(further(call), compare, True, f"on further {kind}")
+                left_out = tuple(reason for _, reason in others if reason is not None)
+                return Validation(time.perf_counter() - start, None, left_out)
+            why = failure
     return Validation(time.perf_counter() - start, why)
+
+
+def _compare_each(
+    calls: Iterable[Any], compare: Callable[[Any, bool], object], one_of_each: bool, label: str
+) -> Iterator[tuple[Any, str | None]]:
+    """Compare on each call, and yield it with the reason why it cannot be compared, None if the graphs agree.
+
+    Errors of the validation's own code, also while it creates a call, say nothing about the graphs.
+    """
+    remaining = iter(calls)
+    while True:
+        call = failure = None
+        try:
+            if (call := next(remaining, None)) is None:
+                return
+            compare(call, one_of_each)
+        except KVPassError:
+            raise
+        except NotComparable as error:
+            failure = str(error)
+        except Exception as error:
+            failure = f"the comparison {getattr(call, 'label', label)} failed with {type(error).__name__}: {error}"
+        yield call, failure

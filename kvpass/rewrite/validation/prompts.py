@@ -24,7 +24,7 @@ from kvpass.fx.walk import example_value
 from kvpass.rewrite.prompt import PromptRewrite
 from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit, copy_unless_constant, written_inputs
-from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_skipped, on_few_threads, run_validation
+from kvpass.rewrite.validation.lockstep import Lockstep, Validation, on_few_threads, run_validation
 from kvpass.torch_private import symbolic_shapes
 
 LENGTHS = (11, 13, 17, 19, 23, 9, 7)
@@ -70,24 +70,22 @@ def validate_prompt(prompt: PromptCase, arguments: tuple[Any, ...]) -> Validatio
     """
     with on_few_threads(prompt.dynamo_gm.graph):
         return run_validation(
-            ((call.label, call) for call in _calls(prompt, arguments)),
-            lambda call: _compare(prompt, call),
-            lambda _, left_out: _try_longer(prompt, arguments, left_out),
+            _calls(prompt, arguments),
+            lambda _: _longer_prompts(prompt, arguments),
+            functools.partial(_compare, prompt),
             "prompts",
             "no call was tried",
         )
 
 
-def _try_longer(prompt: PromptCase, arguments: tuple[Any, ...], left_out: list[str]) -> None:
-    """Compare on prompts beyond the constants of the graph; note those on which the model's own graph does not run."""
+def _longer_prompts(prompt: PromptCase, arguments: tuple[Any, ...]) -> Iterator[_ComparedCall]:
+    """Yield prompts beyond the constants of the graph."""
     lengths = [number + 2 for number in length_constants(prompt.dynamo_gm.graph) if LENGTHS[0] < number <= MAX_LENGTH][
         -MORE:
     ]
     if example_value(prompt.sites[0].query).device.type != "cpu":  # a lookup out of range cannot be caught there
         lengths = [number for number in lengths if number <= smallest_table(prompt.dynamo_gm.graph)]
-    for call in _make_prompts(prompt, arguments, lengths, 2):
-        with noting_skipped(left_out, call.label):
-            _compare(prompt, call, one_of_each=True)
+    yield from _make_prompts(prompt, arguments, lengths, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +227,7 @@ def _prompt_call(
     return _ComparedCall(arguments, rows, query_len, real, f"{label} of {query_len} tokens", prompt.written_inputs)
 
 
-def _compare(prompt: PromptCase, call: _ComparedCall, one_of_each: bool = False) -> None:
+def _compare(prompt: PromptCase, call: _ComparedCall, one_of_each: bool) -> None:
     """Run the three graphs on one prompt and compare them, up to the last new kind of layer if `one_of_each`."""
     device = example_value(prompt.sites[0].query).device
     is_cut = one_of_each or call.rows * call.query_len > MAX_TOKENS

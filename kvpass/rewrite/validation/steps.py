@@ -12,6 +12,7 @@ A policy that changes logits (sage, buzz with `Buzz.log_n`) is compared without 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +30,7 @@ from kvpass.rewrite.computed_keys import join_heads, split_heads
 from kvpass.rewrite.validation.conversation import Conversation, ConversationPlan, StepCase
 from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
-from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_skipped, on_few_threads, run_validation
+from kvpass.rewrite.validation.lockstep import Lockstep, Validation, on_few_threads, run_validation
 from kvpass.rewrite.validation.slots import SyntheticSlots
 from kvpass.torch_private import symbolic_shapes
 
@@ -49,27 +50,22 @@ def validate(step: StepCase) -> Validation:
     Raises:
         UnsupportedGraph: they differ; the message names the first attention call that does.
     """
-    with on_few_threads(step.dynamo_gm.graph):
-        return run_validation(
-            ((plan.label, plan) for plan in _first_plans(step)),
-            lambda plan: _compare(step, Conversation(step, plan), None),
-            lambda first, left_out: _try_others(step, first, left_out),
-            "conversations",
-            "the graph does not serve a length that fits into the slots",
-        )
-
-
-def _try_others(step: StepCase, first: ConversationPlan, left_out: list[str]) -> None:
-    """Compare one layer of each kind on further conversations; note those that cannot be compared."""
-    last = last_new_kind(step.call.canonical_gm.graph, step.call.sites)
+    last = functools.cache(lambda: last_new_kind(step.call.canonical_gm.graph, step.call.sites))
     may_see_none = False
-    for plan in _further_plans(step, first):
-        with noting_skipped(left_out, plan.label):
-            may_see_none = _compare(step, Conversation(step, plan), last) or may_see_none
-    if may_see_none:
-        for plan in _blind_plans(step, first):
-            with noting_skipped(left_out, plan.label):
-                _compare(step, Conversation(step, plan), last)
+
+    def compare(plan: ConversationPlan, one_of_each: bool) -> None:
+        nonlocal may_see_none
+        is_blind = _compare(step, Conversation(step, plan), last() if one_of_each else None)
+        may_see_none |= is_blind and one_of_each
+
+    def further_plans(first: ConversationPlan) -> Iterator[ConversationPlan]:
+        yield from _further_plans(step, first)
+        if may_see_none:
+            yield from _blind_plans(step, first)
+
+    none_fits = "the graph does not serve a length that fits into the slots"
+    with on_few_threads(step.dynamo_gm.graph):
+        return run_validation(_first_plans(step), further_plans, compare, "conversations", none_fits)
 
 
 def _first_plans(step: StepCase) -> Iterator[ConversationPlan]:
