@@ -16,7 +16,7 @@ from kvpass import policies, versions
 from kvpass.arguments import Natural, check_arguments, require
 from kvpass.cache.handle import DetachedRow, Handle, refuse_row_operation
 from kvpass.capture import decomposed_attention, origins, rotary
-from kvpass.capture.cache_search import Verdict
+from kvpass.capture.cache_search import SearchResult
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture, capture
 from kvpass.capture.head_sharding import with_head_sharding
@@ -81,7 +81,7 @@ class Backend(BackendBase):
                 if regions.are_traced():
                     regions.check_weights(gm)
                 return self._with_options(mode, options)._compile(gm, examples)
-        except (KVPassError, regions.LayersDiffer) as error:
+        except (KVPassError, regions.RegionMismatch) as error:
             return raise_when_run(error)
         finally:
             dynamo.release_source_lines()
@@ -134,7 +134,7 @@ class Backend(BackendBase):
                 log_graph("canonical", captured.canonical_gm.graph, self.recorder)
             if self._left_alone(captured.refusals, is_step):
                 return None, None
-            outside = [each for verdict in captured.verdicts for each in verdict.outside]
+            outside = [each for result in captured.search_results for each in result.outside]
             check = GrowthCheck(dynamo_gm.graph, outside, self.strict)
             if not captured.sites:
                 return None, check
@@ -149,14 +149,14 @@ class Backend(BackendBase):
         if self.recorder is None:
             return
         self.recorder.graphs.append("prompt" if captured.sites and not is_step else "step" if is_step else "no cache")
-        for verdict in captured.verdicts:
-            outcome = "rewritten" if verdict.reading else "refused" if verdict.refusal else "left alone"
-            other = origins.DOES_NOT_GROW if verdict.cross_cache else "it updates no cache"
-            reason = verdict.refusal or ("" if verdict.reading else other)
-            where = (len(self.recorder.graphs), walk.module_of(verdict.node), walk.source_line(verdict.node))
+        for result in captured.search_results:
+            outcome = "rewritten" if result.cached_call else "refused" if result.refusal else "left alone"
+            other = origins.DOES_NOT_GROW if result.cross_cache else "it updates no cache"
+            reason = result.refusal or ("" if result.cached_call else other)
+            where = (len(self.recorder.graphs), walk.module_of(result.node), walk.source_line(result.node))
             self.recorder.sites.append(AttentionReport(*where, outcome, reason))
 
-    def _left_alone(self, refused: list[Verdict], is_step: bool) -> bool:
+    def _left_alone(self, refused: list[SearchResult], is_step: bool) -> bool:
         """Return whether a graph stays unchanged, with a warning, or raise an error for refused cache updates.
 
         The graph is never rewritten in part, because a graph in which one cache grows cannot be static.

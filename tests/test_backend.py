@@ -187,8 +187,10 @@ def fails(*_: Any, **__: Any) -> Any:
 
 
 READERS = [
-    "kvpass.capture.cache_search.find", "kvpass.runtime.prompts.rewrite_prompt", "kvpass.rewrite.masks.Masks.for_site",
-]  # fmt: skip
+    "kvpass.capture.cache_search.find_cached_attention",
+    "kvpass.runtime.prompts.rewrite_prompt",
+    "kvpass.rewrite.masks.Masks.for_site",
+]
 
 
 @pytest.mark.parametrize("reader", READERS)

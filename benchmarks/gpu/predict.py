@@ -95,7 +95,7 @@ def prompt(powers: int, compiler: Compiler) -> list[Kernel]:
     query = torch.empty(1, layer.HEADS * layer.GROUPS, layer.PROMPT, layer.DIM, **kind)
     key = torch.empty(1, layer.HEADS, layer.PROMPT, layer.DIM, **kind)
     weight = torch.ones(1, layer.PROMPT, device=THERE)
-    made = launched(column_kernel.column_sums, AttentionInputs(query, key, None, True, 0.1), weight, powers)
+    made = launched(column_kernel.column_sums_by_kernel, AttentionInputs(query, key, None, True, 0.1), weight, powers)
     size = _bytes([query, key])  # in the cache after the first program of a head
     return [Kernel(launch, compiler(launch), _mean_turns(launch), size, near=True) for launch in made]
 

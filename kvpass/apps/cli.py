@@ -35,7 +35,7 @@ COMMANDS = {
 """The extra that a command needs, the name of its work for messages, and the function that runs it."""
 
 
-def at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
+def int_at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
     """Return a converter for argparse that takes whole numbers of at least `least`, and at most `most`."""
 
     def convert(text: str) -> int:
@@ -52,7 +52,7 @@ def at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
     return convert
 
 
-def between(least: float, most: float, complaint: str = "") -> Callable[[str], float]:
+def float_between(least: float, most: float, complaint: str = "") -> Callable[[str], float]:
     """Return a converter for argparse that takes numbers from `least` up to `most`."""
 
     def convert(text: str) -> float:
@@ -69,15 +69,15 @@ def between(least: float, most: float, complaint: str = "") -> Callable[[str], f
 
 def _share(complaint: str) -> Callable[[str], float]:
     """Return a converter for argparse that takes shares above 0 and up to 1."""
-    return between(math.ulp(0), 1, f"{complaint} share above 0 and up to 1")
+    return float_between(math.ulp(0), 1, f"{complaint} share above 0 and up to 1")
 
 
 def _budget(text: str) -> int | float:
     """Convert an argument to a number of tokens, or to a share above 0 and up to 1."""
-    return at_least(1)(text) if text.isdigit() else _share("neither a number of tokens nor a")(text)
+    return int_at_least(1)(text) if text.isdigit() else _share("neither a number of tokens nor a")(text)
 
 
-SEED = at_least(0, 2**32 - 1)
+SEED = int_at_least(0, 2**32 - 1)
 
 _SHARED: dict[str, dict[str, Any]] = {
     "--device": dict(default="cpu", help="cpu, cuda, cuda:1, ..." + DEFAULT),
@@ -87,7 +87,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--policy": dict(
         metavar="P", nargs="+", default=["full", "streaming", "h2o"], help="NAME or NAME:OPTION=VALUE,..." + DEFAULT
     ),
-    "--threads": dict(metavar="N", type=at_least(1, 4096), help="threads of torch (default: its own choice)"),
+    "--threads": dict(metavar="N", type=int_at_least(1, 4096), help="threads of torch (default: its own choice)"),
 }
 """Options of several commands."""
 
@@ -105,7 +105,7 @@ def _add(command: Any, name: str, text: str, default: Any = None, **options: Any
 
 def _add_number(command: Any, name: str, default: Any, text: str, least: int = 1, metavar: str = "N") -> None:
     """Add an option that takes whole numbers of at least `least`."""
-    _add(command, name, text, default, metavar=metavar, type=at_least(least))
+    _add(command, name, text, default, metavar=metavar, type=int_at_least(least))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -181,8 +181,8 @@ def _add_align(commands: Any) -> None:
     _add_number(command, "--every", 1, "for paper: tokens evicted at once")
     _add_number(command, "--steps", 1000, "of the optimiser")
     _add_number(command, "--tokens", 1024, "of each step")
-    _add(command, "--rate", "the highest learning rate", 2e-3, metavar="X", type=between(0, 1))
-    sizes: dict[str, Any] = dict(metavar=("N", "M"), nargs=2, type=at_least(1))
+    _add(command, "--rate", "the highest learning rate", 2e-3, metavar="X", type=float_between(0, 1))
+    sizes: dict[str, Any] = dict(metavar=("N", "M"), nargs=2, type=int_at_least(1))
     _add(command, "--hidden", "sizes of the hidden layers (default: 96 96; paper, of keys: 256 64)", **sizes)
     _add(command, "--hidden-values", "for paper, of values (default: --hidden, or else 64 128)", **sizes)
     _add(command, "--seed", "seed of weights and windows", 0, metavar="N", type=SEED)
@@ -250,10 +250,10 @@ def _add_measures(command: argparse.ArgumentParser) -> None:
     """Add the options of `kvpass eval` that belong to some measures only."""
     _add_number(command, "--tokens", 2048, "tokens of a text", least=4)
     command.add_argument(
-        "--restart", metavar="N", type=at_least(0), default=0, help="empty a stream's cache after N tokens"
+        "--restart", metavar="N", type=int_at_least(0), default=0, help="empty a stream's cache after N tokens"
     )
     _add_number(command, "--length", [1024], "tokens of prompts; speed is measured on the longest", least=8)
-    _add(command, "--depth", "0 (first) to 1", [0, 0.25, 0.5, 0.75, 1], metavar="X", type=between(0, 1))
+    _add(command, "--depth", "0 (first) to 1", [0, 0.25, 0.5, 0.75, 1], metavar="X", type=float_between(0, 1))
     _add(command, "--task", "tasks of ruler", list(RULER_TASKS), choices=RULER_TASKS)
     text = "questions of ruler: in the prompt, or a separate turn after the prompt is compressed"
     _add(command, "--question", text, "inside", choices=["inside", "after"])
@@ -283,10 +283,10 @@ def _add_serve(commands: Any) -> None:
     text = "tokens of a request with its answer (default: the positions that the model was trained on)"
     _add_number(command, "--context", None, text)
     _add(command, "--host", "address to listen at", "127.0.0.1")
-    _add(command, "--port", "0 for a free one", 8000, metavar="N", type=at_least(0, 65535))
+    _add(command, "--port", "0 for a free one", 8000, metavar="N", type=int_at_least(0, 65535))
     text = "a key that requests must have; may be repeated; also the variable KVPASS_API_KEY"
     command.add_argument("--api-key", metavar="KEY", action="append", default=[], help=text)
-    _add(command, "--drain", "seconds to finish at the end", 30.0, metavar="S", type=between(0, 86_400))
+    _add(command, "--drain", "seconds to finish at the end", 30.0, metavar="S", type=float_between(0, 86_400))
     command.add_argument("--access-log", action="store_true", help="log every request")
     _add_number(command, "--conversations", 1024, "conversations kept, in memory and in files", least=0)
     _add_number(command, "--kept-rows", None, "conversations kept in memory (default: twice --rows)")

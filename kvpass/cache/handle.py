@@ -107,7 +107,7 @@ def _shape_of(cache: LayerCache, token_dim: int) -> tuple[int, int, int]:
     return (cache.layout.batch, heads, stored) if token_dim == 2 else (cache.layout.batch, stored, heads)
 
 
-_METADATA = tensors.QUESTIONS | {"__get__", "__set__", "__delete__", "as_subclass", "requires_grad_"}
+_METADATA = tensors.METADATA_METHODS | {"__get__", "__set__", "__delete__", "as_subclass", "requires_grad_"}
 """Names of functions that read only shape, dtype and the like."""
 
 
@@ -288,7 +288,7 @@ class DetachedRow(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation that only moves the row, or raise CacheHandleError for one that reads or grows it."""
         name = getattr(func, "__name__", "")
-        allowed = name in _MOVES | tensors.QUESTIONS or (name == "cat" and _adds_nothing(*args))
+        allowed = name in _MOVES | tensors.METADATA_METHODS or (name == "cat" and _adds_nothing(*args))
         if not dynamo.is_traced() and not allowed:
             refuse_row_operation(name)
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]

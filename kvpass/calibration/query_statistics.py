@@ -217,8 +217,8 @@ class AttentionReader:
         try:
             with walk.converting_errors(filter(decomposed_attention.is_boundary, dynamo_gm.graph.nodes)):
                 captured = capture(dynamo_gm, [False] * len(examples))
-            for reading in captured.refusals:
-                raise UnsupportedGraph(f"a cache of the model cannot be read: {reading.refusal}")
+            for refused in captured.refusals:
+                raise UnsupportedGraph(f"a cache of the model cannot be read: {refused.refusal}")
         except KVPassError as error:
             return raise_when_run(error)
         return _Recorder(captured.canonical_gm, {site.call: site for site in captured.sites}, self.recorded).run

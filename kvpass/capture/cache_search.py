@@ -28,7 +28,7 @@ from kvpass.fx.walk import ancestors, example_value, is_tensor, operand_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class CachedAttentionCall:
     """An attention call, and the caches that it reads.
 
     Attributes:
@@ -49,25 +49,25 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """The verdict on one attention call or cache update: how it reads its cache, or why it is refused.
+class SearchResult:
+    """The result of one attention call or cache update: how it reads its cache, or why it is refused.
 
     Attributes:
         node: the attention call, or a cache update that feeds none.
-        reading: the attention call on its cache, if it can be rewritten.
+        cached_call: the attention call on its cache, if it can be rewritten.
         refusal: the reason why it cannot be rewritten.  Without a reading and a refusal, no growing cache is involved.
         cross_cache: the keys and values of cross-attention, which are returned and never grow.
         outside: the inputs with keys and values of a call that updates no cache; only calls show whether they grow.
     """
 
     node: fx.Node
-    reading: Reading | None = None
+    cached_call: CachedAttentionCall | None = None
     refusal: str | None = None
     cross_cache: tuple[fx.Node, ...] = ()
     outside: tuple[OutsideKeys, ...] = ()
 
 
-def find(dynamo_gm: fx.GraphModule, handles: set[fx.Node]) -> list[Verdict]:
+def find_cached_attention(dynamo_gm: fx.GraphModule, handles: set[fx.Node]) -> list[SearchResult]:
     """Find every attention call of Dynamo's graph, and every cache update that feeds none.
 
     Args:
@@ -97,7 +97,7 @@ class _CacheSearch:
         calls, unread: the attention calls, and each softmax that cannot be read as an attention call, with the reason.
         results: the results of all attention calls.
         updates: the nodes that grow a cache.
-        verdicts: the verdicts so far.
+        search_results: the results so far.
     """
 
     def __init__(self, dynamo_gm: fx.GraphModule, handles: set[fx.Node]) -> None:
@@ -105,32 +105,32 @@ class _CacheSearch:
         self.outputs = {
             node: index for index, node in enumerate(walk.results(dynamo_gm.graph)) if isinstance(node, fx.Node)
         }
-        self.calls, self.unread = decomposed_attention.find(dynamo_gm)
+        self.calls, self.unread = decomposed_attention.find_attention_calls(dynamo_gm)
         self.results = {result for call in self.calls for result in call.results}
         self.updates = [node for node in dynamo_gm.graph.nodes if self._grows_a_cache(node)]
         self.alias_sets = alias.AliasSets(dynamo_gm.graph)
-        self.verdicts: list[Verdict] = []
+        self.search_results: list[SearchResult] = []
 
     @property
-    def readings(self) -> list[Reading]:
-        return [each.reading for each in self.verdicts if each.reading]
+    def cached_calls(self) -> list[CachedAttentionCall]:
+        return [each.cached_call for each in self.search_results if each.cached_call]
 
-    def run(self) -> list[Verdict]:
+    def run(self) -> list[SearchResult]:
         queries = origins.queries_of(self.calls, self.alias_sets)
         for call in self.calls:
-            self.verdicts.append(self._read_cross_attention(call, queries) or self._examine_call(call))
+            self.search_results.append(self._read_cross_attention(call, queries) or self._examine_call(call))
         self._refuse_unread_updates()
-        if not any(each.refusal for each in self.verdicts):
+        if not any(each.refusal for each in self.search_results):
             unread = origins.unread_caches(self.graph, self._known_outputs())
-            self.verdicts += [Verdict(node, refusal=reason) for node, reason in unread]
+            self.search_results += [SearchResult(node, refusal=reason) for node, reason in unread]
         self._refuse_mixed_caches()
-        return self.verdicts
+        return self.search_results
 
     def _refuse_unread_updates(self) -> None:
         """Refuse cache updates that feed no attention call, unless a call that they feed is refused already."""
-        used = {origin.grown for reading in self.readings for origin in (reading.key, reading.value)}
-        used |= {node for each in self.verdicts for node in each.cross_cache}
-        refused_at = {each.node for each in self.verdicts if each.refusal}
+        used = {origin.grown for cached_call in self.cached_calls for origin in (cached_call.key, cached_call.value)}
+        used |= {node for each in self.search_results for node in each.cross_cache}
+        refused_at = {each.node for each in self.search_results if each.refusal}
         for update in self.updates:
             if update in used or any(update in ancestors(call) for call in refused_at):
                 continue
@@ -138,25 +138,31 @@ class _CacheSearch:
             why = next((why for softmax, why in self.unread.items() if update in ancestors(softmax)), None)
             if why:
                 reason = f"; the next softmax is not read as attention, for {why}"
-            self.verdicts.append(Verdict(update, refusal=_UNREAD + reason))
+            self.search_results.append(SearchResult(update, refusal=_UNREAD + reason))
 
     def _known_outputs(self) -> set[int]:
         """Return the output indices of all caches that were read, scoring keys of sparse indices included."""
-        indices = [index for reading in self.readings for index in sparse_index.sparse_indices(reading.call.mask)]
+        indices = [
+            index for cached_call in self.cached_calls for index in sparse_index.sparse_indices(cached_call.call.mask)
+        ]
         returned = list(self.outputs)
         scoring_keys = [node for index in indices for node, _ in sparse_index.cached_scoring_keys(index, returned)]
-        caches = {index for reading in self.readings for index in (reading.keys_out, reading.values_out)}
+        caches = {
+            index for cached_call in self.cached_calls for index in (cached_call.keys_out, cached_call.values_out)
+        }
         return caches | {self.outputs[node] for node in scoring_keys}
 
     def _refuse_mixed_caches(self) -> None:
         """Refuse handles that are used outside of attention calls, and ordinary caches that grow next to handles."""
-        pasts = {origin.past: each.call.node for each in self.readings for origin in (each.key, each.value)}
+        pasts = {origin.past: each.call.node for each in self.cached_calls for origin in (each.key, each.value)}
         stray = [user for node in self.handles - pasts.keys() for user in node.users if is_tensor(user)]
         ordinary = [call for past, call in pasts.items() if self.handles and past not in self.handles]
-        if stray and not any(each.refusal for each in self.verdicts):
-            self.verdicts.append(Verdict(stray[0], refusal="a kvpass cache is used here outside of an attention call"))
+        if stray and not any(each.refusal for each in self.search_results):
+            self.search_results.append(
+                SearchResult(stray[0], refusal="a kvpass cache is used here outside of an attention call")
+            )
         if ordinary:
-            self.verdicts.append(Verdict(ordinary[0], refusal=_ORDINARY))
+            self.search_results.append(SearchResult(ordinary[0], refusal=_ORDINARY))
 
     # -- one attention call -----------------------------------------------------------------------------------------
 
@@ -167,7 +173,7 @@ class _CacheSearch:
             example_value(parts[0]).ndim == 1 or stored_output(node, self.outputs) is not None
         )
 
-    def _read_cross_attention(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> Verdict | None:
+    def _read_cross_attention(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> SearchResult | None:
         """Read cross-attention, whose keys and values are stored once and never grow."""
         try:
             origins_of_call = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
@@ -175,10 +181,10 @@ class _CacheSearch:
             return None
         has_no_past = all(origin.past is None for origin in origins_of_call)
         if has_no_past and origins.is_cross_attention(call, queries, self.alias_sets):
-            return Verdict(call.node, cross_cache=tuple(origin.grown for origin in origins_of_call))
+            return SearchResult(call.node, cross_cache=tuple(origin.grown for origin in origins_of_call))
         return None
 
-    def _examine_call(self, call: AttentionCall) -> Verdict:
+    def _examine_call(self, call: AttentionCall) -> SearchResult:
         computed_from = ancestors(call.key, stop=self.results) | ancestors(call.value, stop=self.results)
         other_updates = self._other_updates(call)
         on_cache = computed_from.intersection(self.updates) or computed_from & self.handles or other_updates
@@ -191,12 +197,14 @@ class _CacheSearch:
                     "growing one: leave out cache_implementation='static' or 'sliding_window', or pass a DynamicCache "
                     "or none, as kvpass has its own fixed slots"
                 )
-            return Verdict(call.node, self._read_call(call))
+            return SearchResult(call.node, self._read_call(call))
         except CacheRefused as reason:
             if on_cache or self._is_returned_rearranged(call):
-                return Verdict(call.node, refusal=str(reason))
+                return SearchResult(call.node, refusal=str(reason))
             refusal = origins.refusal_of(call, self.results)
-            return Verdict(call.node, refusal=refusal, outside=() if refusal else tuple(origins.outside_keys(call)))
+            return SearchResult(
+                call.node, refusal=refusal, outside=() if refusal else tuple(origins.outside_keys(call))
+            )
 
     def _other_updates(self, call: AttentionCall) -> list[fx.Node]:
         """Return the nodes that update the cache of a call without growing it along the tokens."""
@@ -245,7 +253,7 @@ class _CacheSearch:
         first = node.all_input_nodes[0]
         return first.op == "placeholder" and is_tensor(first) and example_value(first).ndim >= 3
 
-    def _read_call(self, call: AttentionCall) -> Reading:
+    def _read_call(self, call: AttentionCall) -> CachedAttentionCall:
         computed = False
         try:
             key, val = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
@@ -267,14 +275,14 @@ class _CacheSearch:
         (keys_out, window), (values_out, value_window) = self._output_of(key.grown), self._output_of(val.grown)
         if window != value_window:
             raise CacheRefused(f"the cache returns the last {window} keys but the last {value_window} values")
-        values_of = {reading.keys_out: reading.values_out for reading in self.readings}
+        values_of = {cached_call.keys_out: cached_call.values_out for cached_call in self.cached_calls}
         _check_supported(call, key, shares_cache=keys_out in values_of)
         _check_unmodified(key, self.alias_sets)
         _check_unmodified(val, self.alias_sets)
         other_values = values_of.get(keys_out, values_out) != values_out
         if keys_out == values_out or other_values or keys_out in values_of.values():
             raise CacheRefused("one cached tensor serves as keys and as values")
-        return Reading(call, key, val, computed, keys_out, values_out, window)
+        return CachedAttentionCall(call, key, val, computed, keys_out, values_out, window)
 
     def _tokens_of(self, node: fx.Node, call: AttentionCall) -> set[fx.Node]:
         """Return the inputs that bring tokens: ids that embeddings look up, and hidden states [B, q, D]."""

@@ -20,7 +20,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.capture import autocast_regions, cache_search, heads_first, simplify, sliced_tables
-from kvpass.capture.cache_search import Reading, Verdict
+from kvpass.capture.cache_search import CachedAttentionCall, SearchResult
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, is_attention
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import Origin
@@ -39,14 +39,14 @@ class Capture:
         dynamo_gm: Dynamo's graph, with heads before tokens, see `kvpass.capture.heads_first`.
         canonical_gm: a graph with the results of `dynamo_gm`.
         sites: its attention calls on caches; empty if any call was refused, and `canonical_gm` is then `dynamo_gm`.
-        verdicts: the verdict on each attention call and cache update.
+        search_results: the result of each attention call and cache update.
         tokens_first: the indices of the arguments [B, S, H, D] that are [B, H, S, D] in both graphs.
     """
 
     dynamo_gm: fx.GraphModule
     canonical_gm: fx.GraphModule
     sites: list[AttentionSite]
-    verdicts: list[Verdict]
+    search_results: list[SearchResult]
     tokens_first: frozenset[int] = frozenset()
 
     @property
@@ -55,9 +55,9 @@ class Capture:
         return bool(self.sites) and not any(site.computed and site.past_key is None for site in self.sites)
 
     @property
-    def refusals(self) -> list[Verdict]:
-        """The verdicts that refuse a call or an update."""
-        return [verdict for verdict in self.verdicts if verdict.refusal]
+    def refusals(self) -> list[SearchResult]:
+        """The search results that refuse a call or an update."""
+        return [result for result in self.search_results if result.refusal]
 
 
 def capture(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
@@ -85,14 +85,14 @@ def capture(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
 def _capture_as_it_is(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     canonical_gm = _normalized(dynamo_gm)
     handles = {node for node, flag in zip(walk.placeholders(canonical_gm.graph), is_handle, strict=True) if flag}
-    verdicts = cache_search.find(canonical_gm, handles)
-    readings = [verdict.reading for verdict in verdicts if verdict.reading]
-    if any(verdict.refusal for verdict in verdicts) or not readings:
-        return Capture(dynamo_gm, dynamo_gm, [], verdicts)
-    attention_sites = _insert_operators(canonical_gm.graph, readings)
+    search_results = cache_search.find_cached_attention(canonical_gm, handles)
+    cached_calls = [result.cached_call for result in search_results if result.cached_call]
+    if any(result.refusal for result in search_results) or not cached_calls:
+        return Capture(dynamo_gm, dynamo_gm, [], search_results)
+    attention_sites = _insert_operators(canonical_gm.graph, cached_calls)
     sliced_tables.index_sliced_tables(canonical_gm.graph, attention_sites)
     canonical_gm.recompile()
-    return Capture(dynamo_gm, canonical_gm, attention_sites, verdicts)
+    return Capture(dynamo_gm, canonical_gm, attention_sites, search_results)
 
 
 def _normalized(dynamo_gm: fx.GraphModule) -> fx.GraphModule:
@@ -119,7 +119,7 @@ def _capture_heads_first(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -
         relaid = heads_first.transpose_caches(dynamo_gm, names)
         captured, relaid_sites = _capture_as_it_is(relaid.dynamo_gm, is_handle), list[AttentionSite]()
         if captured.refusals:
-            return Capture(dynamo_gm, dynamo_gm, [], captured.verdicts)
+            return Capture(dynamo_gm, dynamo_gm, [], captured.search_results)
         stray = relaid.outputs - {index for site in captured.sites for index in (site.keys_out, site.values_out)}
         if not stray:
             break
@@ -164,7 +164,7 @@ def _attribute(node: fx.Node) -> str | None:
     return _OPERATORS.get(getattr(target, "overloadpacket", target))
 
 
-def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> list[AttentionSite]:
+def _insert_operators(graph: fx.Graph, cached_calls: list[CachedAttentionCall]) -> list[AttentionSite]:
     """Replace every cache update and every attention call on a cache by a canonical operator.
 
     Returns:
@@ -173,29 +173,29 @@ def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> list[Attentio
     Raises:
         UnsupportedGraph: the slots of a layer cannot store the cached tensors.
     """
-    results = {node for r in readings for node in (*r.call.results, r.key.grown, r.value.grown)}
+    results = {node for r in cached_calls for node in (*r.call.results, r.key.grown, r.value.grown)}
     # Writes in place to the logits are among these nodes, although nothing uses their results.
     computed_from = alias.ancestors_with_writes(list(results))
     appended: dict[fx.Node, fx.Node] = {}
-    for reading in readings:
-        for origin in (reading.key, reading.value):
+    for cached_call in cached_calls:
+        for origin in (cached_call.key, cached_call.value):
             if origin.grown not in appended:
                 appended[origin.grown] = _append(graph, origin)
     replaced: dict[fx.Node, fx.Node] = {}
-    inserted: list[tuple[Reading, fx.Node, fx.Node | None, tuple[fx.Node, fx.Node]]] = []
-    for reading in readings:
-        call = reading.call.with_operands(replaced)
-        grown = (appended[reading.key.grown], appended[reading.value.grown])
+    inserted: list[tuple[CachedAttentionCall, fx.Node, fx.Node | None, tuple[fx.Node, fx.Node]]] = []
+    for cached_call in cached_calls:
+        call = cached_call.call.with_operands(replaced)
+        grown = (appended[cached_call.key.grown], appended[cached_call.value.grown])
         computed = (appended.get(call.key, call.key), appended.get(call.value, call.value))
-        attended = computed if reading.computed else grown
+        attended = computed if cached_call.computed else grown
         lse = None if call.lse is None else _insert_log_sum_exp(graph, call, attended[0])
-        replaced[reading.call.node] = _attend(graph, call, attended)
-        inserted.append((reading, replaced[reading.call.node], lse, grown))
+        replaced[cached_call.call.node] = _attend(graph, call, attended)
+        inserted.append((cached_call, replaced[cached_call.call.node], lse, grown))
     alias.eliminate_dead(graph, among=computed_from)
     found: dict[int, list[AttentionSite]] = {}
-    for reading, node, lse, grown in inserted:
+    for cached_call, node, lse, grown in inserted:
         if node.users:  # it was not dead
-            site = _site(reading, node, lse if lse is not None and lse.users else None, grown)
+            site = _site(cached_call, node, lse if lse is not None and lse.users else None, grown)
             found.setdefault(site.keys_out, []).append(site)
     return [_with_later_calls(*group) for group in found.values()]
 
@@ -207,7 +207,9 @@ def _with_later_calls(first: AttentionSite, *later: AttentionSite) -> AttentionS
     return dataclasses.replace(first, computed=computed, shared_by=shared_by)
 
 
-def _site(reading: Reading, call: fx.Node, lse: fx.Node | None, grown: tuple[fx.Node, fx.Node]) -> AttentionSite:
+def _site(
+    cached_call: CachedAttentionCall, call: fx.Node, lse: fx.Node | None, grown: tuple[fx.Node, fx.Node]
+) -> AttentionSite:
     args = op_table.named_arguments(call)
     attended, mask = (args["key"], args["value"]), args["mask"]
     reads_mask_from_cache = mask is not None and not ancestors(mask, until=is_attention).isdisjoint(grown)
@@ -216,8 +218,8 @@ def _site(reading: Reading, call: fx.Node, lse: fx.Node | None, grown: tuple[fx.
     copied = {name: args[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden_logit")}
     return AttentionSite(
         call=call, key=key, value=val, past_key=past_key, past_value=past_value, grown_key=grown[0],  # type: ignore[arg-type]
-        grown_value=grown[1], keys_out=reading.keys_out, values_out=reading.values_out, window=reading.window,
-        computed=attended != grown or reads_mask_from_cache, attended=attended, lse=lse,
+        grown_value=grown[1], keys_out=cached_call.keys_out, values_out=cached_call.values_out,
+        window=cached_call.window, computed=attended != grown or reads_mask_from_cache, attended=attended, lse=lse,
         decomposed=args["product_dtype"] is not None, **copied,
     )  # fmt: skip
 

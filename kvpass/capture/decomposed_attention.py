@@ -74,7 +74,7 @@ class AttentionCall:
         return dataclasses.replace(self, **{name: replacements.get(node, node) for name, node in operands.items()})
 
 
-def find(dynamo_gm: fx.GraphModule) -> tuple[list[AttentionCall], dict[fx.Node, str]]:
+def find_attention_calls(dynamo_gm: fx.GraphModule) -> tuple[list[AttentionCall], dict[fx.Node, str]]:
     """Return every attention call, in order, and every call and softmax not readable as attention, with the reason.
 
     Reading may add unused nodes to the graph, such as the sum of several masks.

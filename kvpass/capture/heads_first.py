@@ -48,7 +48,7 @@ class HeadsFirst:
 def find_tokens_first(dynamo_gm: fx.GraphModule) -> set[str]:
     """Return the names of the outputs of a graph with normalized calls that are caches [B, S, H, D]."""
     outputs = {node: index for index, node in enumerate(walk.results(dynamo_gm.graph)) if is_tensor(node)}
-    calls, _ = decomposed_attention.find(dynamo_gm)
+    calls, _ = decomposed_attention.find_attention_calls(dynamo_gm)
     results = {node for call in calls for node in call.results}
     tokens_first = {node for node in outputs if origins.cat_parts(node, 1)}
     for call in calls:

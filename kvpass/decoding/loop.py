@@ -23,7 +23,7 @@ from kvpass.arguments import Natural, Positive, check_arguments, require
 from kvpass.backend import backend
 from kvpass.decoding import prefill
 from kvpass.decoding.model_call import ModelCall
-from kvpass.decoding.prefill import last_of, prefix_mask
+from kvpass.decoding.prefill import prefix_mask, run_to_last
 from kvpass.decoding.prompt_inputs import PaddingMask, Pin, TokenIds, padding_mask, pin_mask
 from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Prompt
 from kvpass.decoding.sampling import Sampling, Seed, Temperature, TopK, TopP
@@ -221,7 +221,7 @@ class DecodeLoop:
         if old is not None:
             if len(ids) != len(old.ids):
                 raise CacheHandleError(f"a later prompt of {len(ids)} rows for a loop of {len(old.ids)}")
-            old.check_whole()
+            old.check_not_interrupted()
             old.refresh_cache_object()
             last = old.ids[:, : int(old.has_generated)]
             ids, mask = torch.cat([last, ids], 1), torch.cat([torch.ones_like(last), mask], 1)
@@ -238,7 +238,7 @@ class DecodeLoop:
         chunks = prefill.run_chunks(
             self.model_call, ids, whole, before, self.prefill_chunk, pinned=pinned, on_top=on_top
         )
-        out = last_of(chunks)
+        out = run_to_last(chunks)
         state = LoopState(self, model_access.cache_of_output(out), whole)
         state.choose(self.model_call.logits(out)[:, -1:])
         state.unread_count = 1

@@ -77,14 +77,11 @@ def prefill(
     model_call = ModelCall.of(compiled)
     require(cache is None or past_key_values is None, "past_key_values", "a cache", "is another name for `cache`")
     cache = model_access.cache_in(past_key_values if cache is None else cache)
-    seen = _tokens_seen(cache)
     ids = ids.long()
-    if attention_mask is None and seen and caches_in(cache)[0].layout.batch == len(ids):
-        attention_mask = torch.cat([_mask_of_seen(caches_in(cache)[0]), torch.ones_like(ids)], 1)
-    mask = padding_mask(ids, attention_mask, seen)
+    mask = _whole_mask(ids, attention_mask, cache)
     model_call.check_padding(mask)
     model_call.check_vocabulary(ids)
-    pinned = pin_mask(pin, on_top, mask[:, seen:])
+    pinned = pin_mask(pin, on_top, mask[:, -ids.shape[1] :])
     parts: list[Tensor] = []
     for out in run_chunks(model_call, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top):
         if logits == "last":
@@ -129,7 +126,7 @@ def run_chunks(
         yield out
 
 
-def last_of(outputs: Iterator[Any]) -> Any:
+def run_to_last(outputs: Iterator[Any]) -> Any:
     """Return the last output after all were made; earlier outputs are released on the way."""
     return collections.deque(outputs, maxlen=1).pop()
 
@@ -163,6 +160,14 @@ def prefix_mask(cache: Any, cache_settings: Any) -> Tensor:
     if layer.backend.cache_settings != cache_settings:
         raise CacheHandleError(f"this prefix was made by {layer.backend}: give the loop the same settings")
     return _mask_of_seen(layer)
+
+
+def _whole_mask(ids: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+    """Return the padding mask of all tokens, [B, tokens seen + T]; without one, the new tokens [B, T] are real."""
+    seen, layer = _tokens_seen(cache), next(iter(caches_in(cache)), None)
+    if mask is None and layer is not None and layer.layout.batch == len(ids):
+        mask = torch.cat([_mask_of_seen(layer), torch.ones_like(ids)], 1)
+    return padding_mask(ids, mask, seen)
 
 
 def _mask_of_seen(cache: LayerCache) -> Tensor:

@@ -140,7 +140,7 @@ class RequestBatch(DecodeState):
 
         A policy's clocks count steps of all rows, and the clocks of a row that is copied at its end must stop there.
         """
-        self.follow_model()
+        self.invalidate_if_model_changed()
         exact = exact and bool(self.caches[0].clocks)
         ended = int(self.stopped.sum()) if exact or self.stopped.device.type == "cpu" else None
         for _ in range(min(count, len(self.token_buffer))):

@@ -172,12 +172,12 @@ class DecodeState(abc.ABC):
         token_buffer: int64 [read_interval, B], the tokens since the host read them last.
         cursor: int64 [1], the number of these tokens.
         unread_count: the same number on the host.
-        may_end: whether a row can stop.
+        can_stop: whether a row can stop.
         caches: the cache of each layer.
         seen: the number of tokens that the caches had seen when `ids` was chosen, padding included.
     """
 
-    may_end = True
+    can_stop = True
 
     def __init__(self, loop: LoopContext, cache: Any, position: Tensor) -> None:
         self.loop, self.cache, self.position = loop, cache, position
@@ -203,7 +203,7 @@ class DecodeState(abc.ABC):
 
     def mark_new_tokens(self, mask: Tensor) -> None:
         """Write into a padding mask [B, tokens seen] which new tokens are real, if rows can stop."""
-        if self.may_end:
+        if self.can_stop:
             mask[:, -1:] = (~self.stopped)[:, None]
 
     @property
@@ -211,22 +211,22 @@ class DecodeState(abc.ABC):
         """Facts on which a CUDA graph of a step depends, in addition to the key of the step."""
         return None
 
-    def follow_model(self) -> None:
+    def invalidate_if_model_changed(self) -> None:
         """Run the next step through the model if a parameter, a module or another attribute of it was replaced.
 
         The user's code runs only while the host holds the tokens, so one check between two batches of steps is enough.
         """
         if self.step is not None and self.loop.fingerprint.has_changed():
-            self.step.forget()
+            self.step.invalidate()
 
-    def check_whole(self) -> None:
+    def check_not_interrupted(self) -> None:
         """Raise CacheHandleError if the caches are not as they were when the last tokens were chosen."""
         if any(cache.interrupted or cache.length != self.seen for cache in self.caches):
             raise CacheHandleError(INTERRUPTED)
 
     def advance(self) -> None:
         """Generate one token for every row."""
-        self.check_whole()
+        self.check_not_interrupted()
         if not self.unread_count:
             self.cursor.zero_()
         if self.step is None or not self.step.run():
@@ -264,10 +264,10 @@ class DecodeState(abc.ABC):
         self.cache = model_access.cache_of_output(out)
         self.step = self.step or RepeatedStep(self)
         logits = self.loop.model_call.logits(out)
-        self.step.repeat(ran[0], logits, mask, expected)
+        self.step.adopt(ran[0], logits, mask, expected)
         # The model's code sets attributes, its own attributes or its cache's, so it has to run at every step.
         if self.loop.fingerprint.has_changed() or self._other_counts() != counts:
-            self.step.forget()
+            self.step.invalidate()
         self.choose(logits)
 
     def _other_counts(self) -> list[dict[str, int]]:
@@ -276,7 +276,7 @@ class DecodeState(abc.ABC):
 
     def _record(self, drawn: Tensor) -> None:
         """Record the next tokens [B] of rows that have not stopped, and advance the state."""
-        if self.may_end:
+        if self.can_stop:
             running = ~self.stopped
             self.token_buffer.index_copy_(0, self.cursor, torch.where(running, drawn, self.loop.pad)[None])
             self.ids.copy_(torch.where(running[:, None], drawn[:, None], self.ids))
@@ -309,7 +309,7 @@ class LoopState(DecodeState):
     def __init__(self, loop: LoopContext, cache: Any, mask: Tensor) -> None:
         """Begin at the last token of the prompts, whose padding mask is int64 [B, tokens seen]."""
         super().__init__(loop, cache, mask.sum(-1, keepdim=True) - 1)
-        self.prompt_mask, self.may_end = mask, len(loop.stop) > 0
+        self.prompt_mask, self.can_stop = mask, len(loop.stop) > 0
         self.ready: collections.deque[Tensor] = collections.deque()
         self.all_stopped, self.stopped_on_host = False, torch.zeros(len(mask), dtype=torch.bool)
         self.has_generated = False
@@ -326,7 +326,7 @@ class LoopState(DecodeState):
     @in_mode_of_weights
     def to_saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return plain values and tensors from which `from_saved` makes this state again."""
-        self.check_whole()
+        self.check_not_interrupted()
         if self.unread_count:
             self._read_tokens()
         ready = torch.stack(list(self.ready)) if self.ready else torch.zeros(0, len(self.ids), dtype=torch.int64)
@@ -355,7 +355,7 @@ class LoopState(DecodeState):
         for name, mine in {"ids": state.ids, "position": state.position, "stopped": state.stopped}.items():
             mine.copy_(tensors[name])
         state.all_stopped, state.has_generated = bool(values["all_stopped"]), bool(values["has_generated"])
-        state.may_end |= bool(state.stopped.any())  # a loop without `stop` leaves these rows stopped
+        state.can_stop |= bool(state.stopped.any())  # a loop without `stop` leaves these rows stopped
         state.ready.extend(tensors["ready"])
         state.stopped_on_host = tensors["stopped_on_host"]
         loop.generator.set_state(tensors["random"])
@@ -366,7 +366,7 @@ class LoopState(DecodeState):
         """Return the next token of each row, [B], of about `wanted`; None if all conversations have stopped."""
         self.has_generated = True
         if not self.ready and not self.all_stopped:
-            self.follow_model()
+            self.invalidate_if_model_changed()
             while self.unread_count < min(wanted, len(self.token_buffer)):
                 self.advance()
             self._read_tokens()
@@ -409,7 +409,7 @@ class RepeatedStep:
         """Return the arguments that the next step would have if it were repeated; none if no step has run."""
         return self.runner.arguments_after(self.caches, self.arguments, 1) if self.arguments else ()
 
-    def repeat(self, result: StepResult, logits: Tensor, mask: Tensor, expected: tuple[Any, ...]) -> None:
+    def adopt(self, result: StepResult, logits: Tensor, mask: Tensor, expected: tuple[Any, ...]) -> None:
         """Take over from a step that ran through the model, with its logits and padding mask.
 
         Args:
@@ -421,7 +421,7 @@ class RepeatedStep:
             warnings.warn(COMPUTED_OUTSIDE.format(short_text(changed[0])), KVPassWarning, stacklevel=2)
             self.settled = False
         if not self.settled:
-            self.forget()
+            self.invalidate()
         self.runner, self.caches, self.arguments, self.mask = result.runner, result.caches, result.arguments, mask
         self.holds_after, self.seen_at_start = result.runner.holds_after(result), result.caches[0].length - 1
         self.other_sizes, self.known_padding = result.inputs.other_sizes, result.inputs.known_padding
@@ -451,7 +451,7 @@ class RepeatedStep:
                 changed.append(argument)
         return changed
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Drop all earlier steps and the tensors that were passed to them."""
         self.settled, self.arguments = False, ()
         self._drop_steps()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvpass import model_access
 from kvpass.decoding.model_call import ModelCall, learned_positions
-from kvpass.decoding.prefill import last_of, run_chunks
+from kvpass.decoding.prefill import run_chunks, run_to_last
 from kvpass.decoding.requests import GenerationOutput
 from kvpass.errors import BudgetError, RequestError
 from kvpass.policies.base import Policy
@@ -224,7 +224,7 @@ class SyntheticConversation:
         for count in counts:
             self.seen += count
             outputs = run_chunks(self.model_call, self.tokens(count), self.mask(self.seen), self.cache, chunk)
-            self.cache = model_access.cache_of_output(last_of(outputs))
+            self.cache = model_access.cache_of_output(run_to_last(outputs))
 
     def converse(self, new: int, answer: int) -> None:
         """Feed `new` tokens and decode `answer` tokens one by one, by `generate` if the model has it."""

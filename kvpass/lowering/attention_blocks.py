@@ -233,7 +233,7 @@ def probs_in_blocks(attention: AttentionInputs, size: int | None = None) -> Iter
         yield block, block.attention.probs(block.logits, workspace)
 
 
-def column_sums(attention: AttentionInputs, weight: Tensor, powers: int) -> list[Tensor]:
+def column_sums_in_blocks(attention: AttentionInputs, weight: Tensor, powers: int) -> list[Tensor]:
     """Sum probabilities to the power of 1, ..., `powers` over queries with weights [B, q]: float32 [B, Hkv, G, S]."""
     sums = [zeros(attention) for _ in range(powers)]
     for part, piece in attention.pieces():

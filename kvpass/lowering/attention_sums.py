@@ -48,10 +48,10 @@ def column_sums(
     if uses_tiles(attention):
         return attention_tiles.TiledAttention.of(attention, log_sum_exp).with_totals().column_sums(weight, powers)
     if not uses_kernel(attention):
-        return attention_blocks.column_sums(attention, weight, powers)
+        return attention_blocks.column_sums_in_blocks(attention, weight, powers)
     from kvpass.lowering import column_kernel  # needs triton, which some machines lack
 
-    return column_kernel.column_sums(attention, weight, powers)
+    return column_kernel.column_sums_by_kernel(attention, weight, powers)
 
 
 def probabilities(attention: AttentionInputs, log_sum_exp: Tensor | None = None) -> Iterator[Iterator[Tensor]]:

@@ -218,7 +218,7 @@ def columns(
         tl.store(squares + which * KEYS + j, tl.sum(squared, 0), mask=j < KEYS)
 
 
-def column_sums(attention: AttentionInputs, weight: Tensor, powers: int) -> list[Tensor]:
+def column_sums_by_kernel(attention: AttentionInputs, weight: Tensor, powers: int) -> list[Tensor]:
     """Sum the probabilities over the queries, and with two `powers` also their squares.
 
     Args:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvpass.arguments import Condition, Positive, check_fields, require
 from kvpass.errors import BudgetError, PolicyError
-from kvpass.policies.budgets import Count, HeadClass, Plan, at_least
+from kvpass.policies.budgets import Count, HeadClass, Plan, clamp_min
 from kvpass.policies.heads import HeadSharding
 from kvpass.policies.hook_checks import check_hooks, check_policy
 from kvpass.policies.ranking import INT64_MAX, keep_highest
@@ -213,7 +213,7 @@ class Policy:
 
         A policy that renumbers tokens also gets symbolic numbers, and int64 [B, 1] for the rows of a prompt.
         """
-        return at_least(budget, self.minimum_budget() + self.interval - 1)
+        return clamp_min(budget, self.minimum_budget() + self.interval - 1)
 
     def capacity(self, budget: int, prompt: int = 0) -> int:
         """Return the slots of a layer for a prompt of `prompt` tokens, including the slots needed beyond the budget."""

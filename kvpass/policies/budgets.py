@@ -83,12 +83,12 @@ def window_starts(valid: Tensor, size: int | Tensor) -> Tensor:
     return torch.where(position < last, position // size * size, last)
 
 
-def at_least(count: Count, least: int) -> Count:
+def clamp_min(count: Count, least: int) -> Count:
     """Return a count, or `least` where the count is lower."""
     return count.clamp(min=least) if isinstance(count, Tensor) else max(count, least)  # type: ignore[return-value]
 
 
-def at_most(count: Count, most: int | Tensor) -> Count:
+def clamp_max(count: Count, most: int | Tensor) -> Count:
     """Return a count, or `most` where the count is higher; a tensor of bounds is for a tensor of counts."""
     if isinstance(count, Tensor) and isinstance(most, Tensor):
         return torch.minimum(count, most)  # type: ignore[return-value]

@@ -34,7 +34,7 @@ from torch import Tensor
 from kvpass.arguments import Natural, Positive, Share
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
-from kvpass.policies.budgets import Count, at_least
+from kvpass.policies.budgets import Count, clamp_min
 from kvpass.policies.heads import HeadSharding, reduce_heads
 from kvpass.policies.types import Attention, State, Tokens
 
@@ -87,7 +87,7 @@ class Cascade(Policy):
         return self.sinks + self.cascades
 
     def fitting_budget(self, budget: Count) -> Count:
-        tokens = at_least((budget - self.sinks) // self.cascades, 1)
+        tokens = clamp_min((budget - self.sinks) // self.cascades, 1)
         return self.sinks + tokens * self.cascades  # type: ignore[return-value]
 
     def check_budget(self, budget: int) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kvpass.arguments import Natural, Share, at_least
 from kvpass.policies.base import Policy
-from kvpass.policies.budgets import Plan, at_most, share_of, whole_shares
+from kvpass.policies.budgets import Plan, clamp_max, share_of, whole_shares
 from kvpass.policies.full import Full
 from kvpass.policies.heads import HeadSharding, gather_heads, reduce_heads
 from kvpass.policies.ranking import INT64_MAX, slots_by_position
@@ -114,7 +114,7 @@ class D2O(Policy):
     def _recent(self, budget: int | Tensor) -> int | Tensor:
         """Return M, the number of recent tokens."""
         shared = budget - self.sinks if self.extra_sinks else budget
-        return at_most(shared - share_of(shared, self.heavy), budget - self.sinks)
+        return clamp_max(shared - share_of(shared, self.heavy), budget - self.sinks)
 
     def score(self, tokens: Tokens) -> Tensor:
         safe = (tokens.position < self.sinks) | tokens.newest(self._recent(tokens.budget))

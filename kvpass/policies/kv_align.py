@@ -34,7 +34,7 @@ from torch import Tensor
 from kvpass.arguments import Positive, require
 from kvpass.errors import BudgetError
 from kvpass.policies.aligners.aligner import Aligner
-from kvpass.policies.budgets import Count, at_most
+from kvpass.policies.budgets import Count, clamp_max
 from kvpass.policies.ranking import INT64_MAX
 from kvpass.policies.types import Attention, Clock, State, Tokens
 from kvpass.policies.weights import PolicyWithWeights
@@ -80,7 +80,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
         return self.sinks + self.every
 
     def fitting_budget(self, budget: Count) -> Count:
-        return at_most(super().fitting_budget(budget), self.loaded.signature.window)
+        return clamp_max(super().fitting_budget(budget), self.loaded.signature.window)
 
     def check_budget(self, budget: int) -> None:
         super().check_budget(budget)

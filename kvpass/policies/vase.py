@@ -33,7 +33,7 @@ from torch import Tensor
 from kvpass.arguments import Natural, Odd, Positive, Share, between
 from kvpass.policies import hashing, voting
 from kvpass.policies.base import Policy
-from kvpass.policies.budgets import at_least, at_most, share_of
+from kvpass.policies.budgets import clamp_max, clamp_min, share_of
 from kvpass.policies.heads import head_indices
 from kvpass.policies.ranking import keep_highest
 from kvpass.policies.types import Attention, State, Tokens
@@ -120,7 +120,7 @@ class Vase(Policy):
         """Return scores [B, Hkv, N] by which the largest ranges come first, and then a sample by attention."""
         older = tokens.live & ~tokens.newest(self.recent)
         span = torch.where(tokens.position < self.sinks, torch.inf, tokens.state["range"])
-        count = at_most(at_least(share_of(tokens.budget, self.large), self.sinks), tokens.budget - self.recent)
+        count = clamp_max(clamp_min(share_of(tokens.budget, self.large), self.sinks), tokens.budget - self.recent)
         large = keep_highest(span, torch.where(older, tokens.position, -1), count)  # the sinks among them
         votes = voting.pool_votes(tokens.state[voting.VOTE], tokens, older, self.kernel, "mean")
         seed = hashing.seed_of_round(self.seed, tokens.seen)

@@ -42,7 +42,7 @@ class StepRewrite:
         dynamic, examples: sizes that may differ between calls, and fake arguments with them; None if there are none.
         policy_weights: the policy's own tensors, on the device of the slots.
         inputs: indices of Dynamo's arguments that the graph still takes.
-        loose_inputs: the `inputs` whose strides may change from call to call.
+        dynamic_stride_inputs: the `inputs` whose strides may change from call to call.
         columns: indices of Dynamo's arguments; the graph takes the new tokens' columns of each.
         query_len: q; it and `lengths` may be dynamic sizes, see `with_numbers`.
         entries: inputs with an entry for each slot's token.
@@ -62,7 +62,7 @@ class StepRewrite:
 
     rewritten_gm: fx.GraphModule | None
     inputs: list[int]
-    loose_inputs: set[int]
+    dynamic_stride_inputs: set[int]
     columns: list[int]
     query_len: Any
     admitted_outputs: list[list[int]]
@@ -126,8 +126,8 @@ class StepRewrite:
         flat += further[: self.host_input_count]
         first = len(flat)
         flat += [arguments[index] for index in self.inputs]
-        for offset, index in enumerate(self.inputs) if self.loose_inputs else ():
-            if index in self.loose_inputs:
+        for offset, index in enumerate(self.inputs) if self.dynamic_stride_inputs else ():
+            if index in self.dynamic_stride_inputs:
                 flat[first + offset] = arguments[index].clone(memory_format=dense)
         return flat
 
@@ -196,7 +196,7 @@ def _result(step: StepContext) -> StepRewrite:
         examples=[step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.dynamic else None,
         policy_weights=step.policy_weights.tensors,
         inputs=inputs,
-        loose_inputs=_loose_inputs(step, inputs),
+        dynamic_stride_inputs=_loose_inputs(step, inputs),
         columns=[step.placeholders.index(argument) for argument in step.inputs.columns],
         entries=entries,
         query_len=step.query_len,

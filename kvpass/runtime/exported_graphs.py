@@ -149,7 +149,9 @@ _VARIANT_FIELDS = ("inputs", "columns", "admitted_outputs", "valid_output")
 def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
     """Return a rewrite without its graph; a loop needs only its outputs for the chunk."""
     fields: dict[str, Any] = {name: entry[name] for name in _VARIANT_FIELDS}
-    return StepRewrite(rewritten_gm=None, loose_inputs=set(entry["loose_inputs"]), query_len=1, **fields)
+    return StepRewrite(
+        rewritten_gm=None, dynamic_stride_inputs=set(entry["dynamic_stride_inputs"]), query_len=1, **fields
+    )
 
 
 def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
         }
     )
     fields = {name: getattr(rewrite, name) for name in _VARIANT_FIELDS}
-    return {**fields, "loose_inputs": sorted(rewrite.loose_inputs)}
+    return {**fields, "dynamic_stride_inputs": sorted(rewrite.dynamic_stride_inputs)}
 
 
 def check_layouts(caches: Sequence[LayerCache]) -> None:

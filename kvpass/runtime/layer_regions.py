@@ -56,7 +56,7 @@ class LayerRegions:
         try:
             return tracing.run(call, arguments, named)
         except Exception as error:
-            if not tracing.may_run_again or not (regions.may_cause(error) or isinstance(error, UnsupportedGraph)):
+            if not tracing.may_run_again or not (regions.is_region_error(error) or isinstance(error, UnsupportedGraph)):
                 raise
             tracing.forget()
             reason = (type(error).__name__, str(error))

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from kvpass.torch_private.tensors import tensor_bytes
 
-Weights = tuple["weakref.ref[Any]", ...]
+WeightRefs = tuple["weakref.ref[Any]", ...]
 
 
-def weak_references(tensors: Iterable[Any]) -> Weights:
+def weak_references(tensors: Iterable[Any]) -> WeightRefs:
     return tuple(weakref.ref(tensor) for tensor in tensors)
 
 
@@ -41,7 +41,7 @@ class TensorSet:
         return reference is not None and reference() is tensor
 
 
-def belongs_to_other_layer(weights: Weights, tensors: Sequence[Tensor], known: TensorSet) -> bool:
+def belongs_to_other_layer(weights: WeightRefs, tensors: Sequence[Tensor], known: TensorSet) -> bool:
     """Return whether a cache made with `weights` belongs to another known layer than the layer with these tensors.
 
     A layer without a known tensor may be the same layer: a copy of the model may have run only the prompt.

@@ -48,7 +48,7 @@ class PromptLayer:
     heads: int
     site: SiteFacts
     tokens: TokensToAdmit
-    key_projections: model_identity.Weights
+    key_projections: model_identity.WeightRefs
     output_projection: weakref.ref[Any] | None
 
     def crop(self, cropped: int, budget: Budget) -> PromptLayer:
@@ -77,7 +77,7 @@ class PendingPrompt:
     notes: tuple[str, ...]
     first_ids: Tensor | None
     rotated_key: Tensor | None
-    model: model_identity.Weights
+    model: model_identity.WeightRefs
     layers: list[PromptLayer]
     new: int
     _shorter: dict[int, list[LayerCache]] = dataclasses.field(default_factory=dict, init=False)

@@ -101,7 +101,7 @@ class StepSizeReader:
         worked = [each for each in interpretations if each in self.rewritten_interpretations]
         return worked[-1:] or interpretations
 
-    def tie_sizes(self, other_sizes: SizeInterpretation, numbers: tuple[int, ...]) -> tuple[Any, ...]:
+    def share_symbols(self, other_sizes: SizeInterpretation, numbers: tuple[int, ...]) -> tuple[Any, ...]:
         """Replace each size that equals one of `numbers` by its symbol, so that dynamic code keeps both equal.
 
         Dynamo gives the rows of a padding mask another symbol if the graph does not relate them to the rows of the

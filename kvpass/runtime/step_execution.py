@@ -106,10 +106,10 @@ class StepExecutor(abc.ABC):
         """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""
         return tick(caches, self.padding.valid_rows(caches, arguments))
 
-    def bind_fast_step(self, inputs: StepInputs) -> FastStep:
+    def bind_fast_step(self, inputs: StepInputs) -> BoundStep:
         """Return a callable that does what `advance` does for one token while the caches keep their slots."""
         step = self._prepare_step(inputs)
-        return FastStep(inputs.caches, step.rewrite, step.run)
+        return BoundStep(inputs.caches, step.rewrite, step.run)
 
     def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
         """Return the arguments of the last step as they would be `by` tokens later."""
@@ -152,7 +152,7 @@ class StepResult:
         return self.inputs.arguments
 
 
-class FastStep:
+class BoundStep:
     """A decode step of one token on fixed slots and fixed compiled code.
 
     The step does what `StepExecutor.advance` does for a known kind of step, as long as the slots are the same objects.

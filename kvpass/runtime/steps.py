@@ -149,7 +149,7 @@ class StepRunner(StepExecutor):
         caches, arguments, other_sizes = inputs.caches, inputs.arguments, inputs.other_sizes
         sizes = self.sizes.call_sizes(caches, arguments)
         kind = (sizes.counters, sizes.windows, inputs.known_padding, inputs.compact)
-        tied = self.sizes.tie_sizes(other_sizes, sizes.numbers)
+        tied = self.sizes.share_symbols(other_sizes, sizes.numbers)
         call = (*kind, other_sizes, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
         variant = self.variants.find(call, key)
         if variant is not None:

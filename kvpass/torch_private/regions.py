@@ -29,7 +29,7 @@ REUSE = "torch._dynamo.variables.invoke_subgraph"
 """The module of torch that reuses the traces of regions; older versions lack it."""
 
 
-class LayersDiffer(Exception):
+class RegionMismatch(Exception):
     """A layer cannot be a region, or Dynamo gave it another layer's weights."""
 
 
@@ -43,12 +43,12 @@ def are_errors_suppressed() -> bool:
     return bool(torch._dynamo.config.suppress_errors)
 
 
-def may_cause(error: Exception) -> bool:
+def is_region_error(error: Exception) -> bool:
     """Return whether an error may come from tracing a layer as a region."""
     from torch._dynamo.exc import TorchDynamoException
 
     frames = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__))
-    known = isinstance(error, (LayersDiffer, TorchDynamoException)) or REUSE in frames
+    known = isinstance(error, (RegionMismatch, TorchDynamoException)) or REUSE in frames
     return known and not dynamo.is_recompile_limit_error(error)
 
 
@@ -85,7 +85,7 @@ def check_weights(gm: fx.GraphModule) -> None:
     for all layers if it has met the layer under another path.
 
     Raises:
-        LayersDiffer: two calls of a body share a weight.
+        RegionMismatch: two calls of a body share a weight.
     """
     calls_of_body = collections.defaultdict(list)
     for call in _calls(gm):
@@ -93,7 +93,7 @@ def check_weights(gm: fx.GraphModule) -> None:
     for body, calls in calls_of_body.items():
         weights = [[node for node in call.args[2:] if dynamo.is_of_module(node)] for call in calls]
         if not all(weights) or any(len(set(column)) < len(calls) for column in zip(*weights, strict=True)):
-            raise LayersDiffer(f"calls of {body} share weights")
+            raise RegionMismatch(f"calls of {body} share weights")
 
 
 MARKS = types.SimpleNamespace()
@@ -209,19 +209,19 @@ def require_own_index(layer_idx: int | None) -> None:
         layer_idx: the number; ignored outside of tracing.
 
     Raises:
-        LayersDiffer: it is another number.  Dynamo wraps the error.
+        RegionMismatch: it is another number.  Dynamo wraps the error.
     """
     torch._dynamo.comptime.comptime(_check_layer_idx)
 
 
 def refuse_attribute(name: str) -> None:
-    """Raise LayersDiffer, in a function that Dynamo traces, because a layer reads this attribute of a cache."""
+    """Raise RegionMismatch, in a function that Dynamo traces, because a layer reads this attribute of a cache."""
     torch._dynamo.comptime.comptime(_raise_layers_differ)
 
 
 def _raise_layers_differ(context: Any) -> None:
     name = context.get_local("name").as_python_constant()
-    raise LayersDiffer(f"a layer reads {name!r} of the model's cache")
+    raise RegionMismatch(f"a layer reads {name!r} of the model's cache")
 
 
 def _check_layer_idx(context: Any) -> None:
@@ -229,7 +229,7 @@ def _check_layer_idx(context: Any) -> None:
     path = "" if source is None else source.name.replace("._modules['", ".").replace("']", "")
     now = _TRACING.get()
     if now is None or not any(path.endswith(f".{own}") for own in now.indices):
-        raise LayersDiffer(f"the index of a layer's cache is {path or 'computed'}")
+        raise RegionMismatch(f"the index of a layer's cache is {path or 'computed'}")
 
 
 def _calls(gm: fx.GraphModule) -> list[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass.torch_private.symbolic_shapes import SymbolicSizes, symbols
 
-QUESTIONS = frozenset(
+METADATA_METHODS = frozenset(
     [
         "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr",
         "type", "get_device", "has_names", "is_contiguous", "is_floating_point", "is_complex", "is_signed",

@@ -122,7 +122,7 @@ def test_an_error_while_reading_is_a_refusal_at_its_line(monkeypatch: pytest.Mon
     def fails(*_: Any) -> Any:
         raise LookupError("of a new kind")
 
-    monkeypatch.setattr("kvpass.capture.cache_search.find", fails)
+    monkeypatch.setattr("kvpass.capture.cache_search.find_cached_attention", fails)
     for measure in measured(build("Llama")):
         with pytest.raises(kvpass.UnsupportedGraph, match=r"\.py:\d+: .*reading the graph failed with LookupError: of"):
             measure()

@@ -173,7 +173,7 @@ def test_a_state_of_constant_length_is_no_cache() -> None:
         return states.sum(-1), states
 
     beside = run(step, (torch.randn(1, 8, 1), torch.randn(1, 8, 4)))
-    assert [captured.verdicts for _, captured in beside.captured] == [[]]
+    assert [captured.search_results for _, captured in beside.captured] == [[]]
 
 
 def test_a_cache_that_is_used_elsewhere_is_refused_at_that_use() -> None:
@@ -182,7 +182,9 @@ def test_a_cache_that_is_used_elsewhere_is_refused_at_that_use() -> None:
 
     def backend(gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:
         captured = capture(gm, [isinstance(x, Tensor) and x.ndim == 4 for x in examples])
-        refusals.extend(f"{walk.source_line(each.node)}: {each.refusal}" for each in captured.verdicts if each.refusal)
+        refusals.extend(
+            f"{walk.source_line(each.node)}: {each.refusal}" for each in captured.search_results if each.refusal
+        )
         return gm.forward
 
     def function(x: Tensor, past: Tensor) -> Tensor:

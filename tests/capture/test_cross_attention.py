@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import kvpass
 from kvpass.capture import cache_search
-from kvpass.capture.cache_search import Verdict
+from kvpass.capture.cache_search import SearchResult
 from tests.capture.traced import query_graph
 
 WIDTH = 16
@@ -117,12 +117,12 @@ def given(tokens: int = 5, heard: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 32, (2, tokens)), torch.randn(2, heard, WIDTH)
 
 
-def found(made: Made, *arguments: Any) -> list[Verdict]:
-    """Return the verdicts on the two calls in the graph of a prompt."""
-    answer: list[Verdict] = []
+def found(made: Made, *arguments: Any) -> list[SearchResult]:
+    """Return the search results of the two calls in the graph of a prompt."""
+    answer: list[SearchResult] = []
 
     def question(gm: fx.GraphModule) -> None:
-        answer.extend(cache_search.find(gm, set()))
+        answer.extend(cache_search.find_cached_attention(gm, set()))
 
     with torch.no_grad():
         query_graph(Decoder(made).eval(), arguments, question)
@@ -132,7 +132,7 @@ def found(made: Made, *arguments: Any) -> list[Verdict]:
 @pytest.mark.parametrize(("tokens", "heard"), [(5, 4), (5, 5), (1, 1), (1, 4), (4, 1)])
 def test_cross_attention_is_found_at_any_lengths(tokens: int, heard: int) -> None:
     own, other = found(crossed, *given(tokens, heard))
-    assert own.reading
+    assert own.cached_call
     assert not own.cross_cache
     assert len(other.cross_cache) == 2
     assert other.refusal is None

@@ -225,7 +225,7 @@ def find(
     found: list[decomposed_attention.AttentionCall] = []
 
     def backend(gm: Any, _: Any) -> Any:
-        calls, others = decomposed_attention.find(gm)
+        calls, others = decomposed_attention.find_attention_calls(gm)
         found.extend(calls)
         if unread is not None:
             unread.extend(others.values())

@@ -142,7 +142,7 @@ def interrupting(function: Callable[..., Any], calls: int) -> Callable[..., Any]
     [
         (Sampling, "choose", False),
         (step_execution, "advance_counts", False),
-        (stepping.DecodeState, "check_whole", True),
+        (stepping.DecodeState, "check_not_interrupted", True),
         (stepping.DecodeState, "unread_tokens", True),
     ],
 )

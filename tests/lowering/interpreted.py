@@ -94,9 +94,12 @@ def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bo
     sinks = draw(1, heads * groups, 1, 1).float() if sink else None
     real = draw(rows, count).float() > -0.8
     plain = AttentionInputs(query.float(), key.float(), mask, causal, 0.3, 3.0 if cap else None, sinks)
-    expected = [*attention_blocks.column_sums(plain, real, 2), *attention_sums.late_statistics(plain, real, window)]
+    expected = [
+        *attention_blocks.column_sums_in_blocks(plain, real, 2),
+        *attention_sums.late_statistics(plain, real, window),
+    ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_sums, "column_sums", column_kernel.column_sums)
+        patch.setattr(attention_sums, "column_sums", column_kernel.column_sums_by_kernel)
         given = dataclasses.replace(plain, query=query, key=key)
         latest = torch.where(real, torch.arange(count), -1).topk(window)
         chosen, counted = given.gathered(latest.values.clamp(min=0)), (latest.values >= 0).float()

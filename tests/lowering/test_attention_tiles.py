@@ -31,7 +31,7 @@ def in_float64(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list
         mask = mask.double()
     sink_logit = None if sink_logit is None else sink_logit.double()
     wide = AttentionInputs(query.double(), key.double(), mask, causal, scale, cap, sink_logit)
-    return attention_blocks.column_sums(wide, weight, powers)
+    return attention_blocks.column_sums_in_blocks(wide, weight, powers)
 
 
 def sums_of(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list[torch.Tensor]:

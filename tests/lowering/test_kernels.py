@@ -189,7 +189,7 @@ def test_a_byte_of_two_codes_is_loaded_once(target: str, rotated: int) -> None:
 def test_sums_of_a_prompt_are_products_of_warp_groups_and_compare_nothing_where_all_is_seen() -> None:
     query, key = (torch.empty(1, heads, 8192, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     weight = torch.ones(1, 8192, device="meta")
-    both = launched(column_kernel.column_sums, AttentionInputs(query, key, None, True, 0.1), weight, 1)
+    both = launched(column_kernel.column_sums_by_kernel, AttentionInputs(query, key, None, True, 0.1), weight, 1)
     assert [launch.name for launch in both] == ["totals", "columns"]
     for launch in both:
         listing = launch.binary("sm_90").listing

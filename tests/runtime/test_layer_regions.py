@@ -300,7 +300,7 @@ def test_a_refused_graph_leaves_the_others_as_they_are(refused: int, monkeypatch
         nonlocal seen
         seen += 1
         if seen == refused:
-            raise regions.LayersDiffer("as in a graph that cannot be")
+            raise regions.RegionMismatch("as in a graph that cannot be")
 
     monkeypatch.setattr(regions, "check_weights", check)
     compile_in_place(model, backend, True)

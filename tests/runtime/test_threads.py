@@ -106,7 +106,7 @@ class SlowCompiler:
     """An inner compiler that traces, like Inductor, until it is told to end."""
 
     def __init__(self) -> None:
-        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.begun, self.can_stop = threading.Event(), threading.Event()
 
     def __call__(self, gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         make_fx(lambda x: self.wait(x))(torch.ones(1))
@@ -114,7 +114,7 @@ class SlowCompiler:
 
     def wait(self, x: torch.Tensor) -> torch.Tensor:
         self.begun.set()
-        assert self.may_end.wait(60)
+        assert self.can_stop.wait(60)
         return x + 1
 
 
@@ -136,14 +136,14 @@ def compiling(other: str) -> Iterator[Callable[[], Any]]:
         call: Future[Any] = pool.submit(torch.no_grad()(function), ids, use_cache=True)
 
         def end() -> Any:
-            inner.may_end.set()
+            inner.can_stop.set()
             return call.result()
 
         try:
             assert inner.begun.wait(60)
             yield end
         finally:
-            inner.may_end.set()
+            inner.can_stop.set()
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -211,7 +211,7 @@ def test_a_call_is_what_it_is_alone_while_another_thread_exports(strict: bool) -
             assert slow.begun.wait(60)
             assert torch.allclose(talk(), expected, atol=1e-5)
         finally:
-            slow.may_end.set()
+            slow.can_stop.set()
         export.result()
 
 

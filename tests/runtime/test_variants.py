@@ -21,7 +21,7 @@ from kvpass.cache.layout import Layout
 from kvpass.cache.slots import empty_slots
 from kvpass.errors import KVPassWarning, PolicyError, UnsupportedGraph
 from kvpass.runtime import lru_cache, variants
-from kvpass.runtime.step_execution import FastStep
+from kvpass.runtime.step_execution import BoundStep
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
 
 SHARED = "equal layouts"
@@ -276,7 +276,7 @@ def test_a_repeated_step_counts_its_token_unless_it_fails() -> None:
             raise RuntimeError("out of memory")
         return list(arguments)
 
-    step = FastStep(caches, rewrite, run)  # type: ignore[arg-type]
+    step = BoundStep(caches, rewrite, run)  # type: ignore[arg-type]
     assert step(("token",), [(3,), (4,)]) == [2, 12, "token"]
     assert [(cache.length, cache.clocks, cache.interrupted) for cache in caches] == [
         (13, (3,), False),

@@ -33,7 +33,7 @@ NAME = "kvpass"
 NO_CHANGE: dict[str, object] = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "min_p": 0.0}
 """Settings of `generate` that tasks give and that change nothing."""
 
-Request = tuple[Any, list[int], list[int]]  # the harness's key, the context, the continuation
+HarnessRequest = tuple[Any, list[int], list[int]]  # the harness's key, the context, the continuation
 
 
 def register() -> None:
@@ -132,7 +132,7 @@ class BoundedLM(HFLM):  # type: ignore[misc]
         return torch.cat([context.cpu(), *(column[:, None] for column in result)], 1)
 
     def _loglikelihood_tokens(
-        self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
+        self, requests: list[HarnessRequest], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Return for each request the log-likelihood of its continuation, and whether greedy decoding gives it."""
         if self._scoring == "full" or not requests:
@@ -148,11 +148,11 @@ class BoundedLM(HFLM):  # type: ignore[misc]
                 bar.update(len(batch))
         return cast("list[tuple[float, bool]]", order.get_original(answers))
 
-    def _rows(self, requests: list[Request]) -> int:
+    def _rows(self, requests: list[HarnessRequest]) -> int:
         """Return the rows of a batch; "auto" finds them by whole forwards of the longest text."""
         return cast(int, self._detect_batch_size() if self.batch_size == "auto" else self.batch_size)
 
-    def _score(self, requests: list[Request]) -> list[tuple[float, bool]]:
+    def _score(self, requests: list[HarnessRequest]) -> list[tuple[float, bool]]:
         cut = [self._cut_to_positions(context, continuation) for _, context, continuation in requests]
         batch = ScoringBatch.of([context for context, _ in cut], [continuation for _, continuation in cut], self.device)
         answers = score(self.loop().model_call, batch, self._chunk, cast(Feed, self._scoring)).rows()

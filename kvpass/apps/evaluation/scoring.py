@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpass import model_access
 from kvpass.arguments import require
 from kvpass.decoding.model_call import ModelCall
-from kvpass.decoding.prefill import last_of, run_chunks
+from kvpass.decoding.prefill import run_chunks, run_to_last
 from kvpass.torch_private.tensors import tensor_bytes
 
 Feed = Literal["whole", "chunk", "token"]
@@ -199,7 +199,7 @@ def pieces(model_call: ModelCall, batch: ScoringBatch, chunk: int | None, feed: 
 def _score_in_steps(model_call: ModelCall, batch: ScoringBatch, chunk: int | None) -> Iterator[Piece]:
     """Yield the output for the last token of the contexts, then for each token of the continuations."""
     ids, mask, context = batch.ids, batch.mask, batch.context
-    last = last_of(run_chunks(model_call, ids[:, :context], mask[:, :context], None, chunk))
+    last = run_to_last(run_chunks(model_call, ids[:, :context], mask[:, :context], None, chunk))
     cache = model_access.cache_of_output(last)
     yield Piece(context - 1, last.logits[:, -1:], cache)
     if ids.shape[1] > context + 1:

@@ -16,7 +16,7 @@ from kvpass.apps.evaluation.scoring import AgreementScores, Feed, FullPrediction
 from kvpass.apps.models import LoadedModel
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.model_call import ModelCall
-from kvpass.decoding.prefill import last_of, run_chunks
+from kvpass.decoding.prefill import run_chunks, run_to_last
 from kvpass.errors import CacheHandleError, KVPassError
 from kvpass.user_budget import slots_for
 
@@ -107,7 +107,7 @@ class Session:
     def read(self, ids: Tensor) -> Any:
         """Return the cache after tokens int64 [B, T]."""
         cache = model_access.cache_of_output(
-            last_of(run_chunks(self.model_call, ids, torch.ones_like(ids), None, self.chunk))
+            run_to_last(run_chunks(self.model_call, ids, torch.ones_like(ids), None, self.chunk))
         )
         self.tick(ids.shape[1])
         return cache
@@ -166,7 +166,7 @@ class UncompiledLoop:
             ids, mask = torch.cat([state.token, ids], 1), torch.cat([torch.ones_like(state.token), mask], 1)
         if state is not None:
             mask = torch.cat([state.mask, mask], 1)
-        out = last_of(run_chunks(self.model_call, ids, mask, self.cache, self.chunk))
+        out = run_to_last(run_chunks(self.model_call, ids, mask, self.cache, self.chunk))
         self.state = PlainState(model_access.cache_of_output(out), mask, out.logits[:, -1:].argmax(-1))
 
     def generate(self, tokens: int) -> Tensor:

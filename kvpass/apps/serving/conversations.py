@@ -169,7 +169,7 @@ class ConversationStore:
             raise _conflict(name)
         conversation.busy = True
         try:
-            await self._bring(conversation)
+            await self._load(conversation)
             yield conversation
         finally:
             conversation.busy = False
@@ -199,9 +199,9 @@ class ConversationStore:
     async def save(self) -> None:
         """Write all conversations in memory to files; failures are logged, and do not stop it."""
         for conversation in [candidate for candidate in self._by_key.values() if candidate.cache is not None]:
-            await self._put_away(conversation)
+            await self._offload(conversation)
 
-    async def _bring(self, conversation: KeptConversation) -> None:
+    async def _load(self, conversation: KeptConversation) -> None:
         """Read the cache of a conversation, if it is in a file."""
         if not conversation.seen or conversation.cache is not None:
             return
@@ -227,9 +227,9 @@ class ConversationStore:
             if within or failures == MOST_FAILURES:
                 return
             if conversation.cache is not None and not conversation.busy:
-                failures += not await self._put_away(conversation)
+                failures += not await self._offload(conversation)
 
-    async def _put_away(self, conversation: KeptConversation) -> bool:
+    async def _offload(self, conversation: KeptConversation) -> bool:
         """Write a conversation to its files; log a failure and return False, after which its cache stays in memory.
 
         If the request is cancelled meanwhile, the thread still writes, and others wait for it.

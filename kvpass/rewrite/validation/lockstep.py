@@ -63,7 +63,7 @@ class Lockstep:
         real_tokens: bool [B, q], false for padding.
         exact_results: the exact result of each canonical call, by its name.
         inputs: the values of queries and new rows, by the name of the canonical node.
-        blind: whether the mask of some call hides a query's own key, so that the query may see no key at all.
+        may_see_no_key: whether the mask of some call hides a query's own key, so that the query may see no key at all.
     """
 
     dynamo_gm: fx.GraphModule
@@ -77,7 +77,7 @@ class Lockstep:
     real_tokens: Tensor | None = None
     exact_results: dict[str, ExactAttention] = dataclasses.field(default_factory=dict, init=False)
     inputs: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
-    blind: bool = dataclasses.field(default=False, init=False)
+    may_see_no_key: bool = dataclasses.field(default=False, init=False)
     _model_values: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
     _finite: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
 
@@ -175,7 +175,7 @@ class Lockstep:
         call = in_result_dtype(call, model_value.dtype)
         exact = attend_exactly(call, None if compares else columns, self.queries)
         if compares:
-            self.blind = self.blind or exact.hides_new_keys()
+            self.may_see_no_key = self.may_see_no_key or exact.hides_new_keys()
             self.check(self._excess(node, exact, model_value), site, "attention differs from the canonical form")
             exact = exact if columns is None else attend_exactly(call, columns, self.queries)
         self.exact_results[node.name] = exact
