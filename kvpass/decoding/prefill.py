@@ -165,7 +165,9 @@ def prefix_mask(cache: Any, cache_settings: Any) -> Tensor:
 def _whole_mask(ids: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
     """Return the padding mask of all tokens, [B, tokens seen + T]; without one, the new tokens [B, T] are real."""
     seen, layer = _tokens_seen(cache), next(iter(caches_in(cache)), None)
-    if mask is None and layer is not None and layer.layout.batch == len(ids):
+    if layer is not None and layer.layout.batch != len(ids):
+        raise CacheHandleError(f"a prompt of {len(ids)} rows after a prefix of {layer.layout.batch}")
+    if mask is None and layer is not None:
         mask = torch.cat([_mask_of_seen(layer), torch.ones_like(ids)], 1)
     return padding_mask(ids, mask, seen)
 
