@@ -39,7 +39,7 @@ __all__ = ["Attention", "Clock", "Merge", "Plan", "Policy", "State", "Statistic"
 Kind = TypeVar("Kind", bound="Policy")
 Starts = Annotated[
     tuple[int, ...],
-    Condition("of at least 1, in increasing order", lambda all_: all(a < b for a, b in itertools.pairwise((0, *all_)))),
+    Condition("above 0, in increasing order", lambda starts: all(a < b for a, b in itertools.pairwise((0, *starts)))),
 ]
 
 RENAMED_HOOKS = {

@@ -80,7 +80,7 @@ def test_both_instructions_of_a_prompt_are_held() -> None:
 
 
 def test_invalid_spans_are_refused() -> None:
-    with pytest.raises(PolicyError, match=r"spans=\(4, 4\): must be .* of at least 1, in increasing order"):
+    with pytest.raises(PolicyError, match=r"spans=\(4, 4\): must be .* above 0, in increasing order"):
         kvpass.backend("h2o", budget=8, spans=(4, 4))
     with pytest.raises(PolicyError, match=r"spans=\(4,\): must be \(\) for 'buzz': it evicts in batches already"):
         kvpass.backend("buzz", budget=40, spans=(4,))
