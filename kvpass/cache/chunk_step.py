@@ -101,6 +101,7 @@ def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tens
     """
     function, query = torch.nn.functional.scaled_dot_product_attention, grouped.flatten(1, 2)
     options: dict[str, Any] = dict(scale=scale, enable_gqa=True)
+    mask = mask.to(query.dtype) if mask.dtype == torch.bfloat16 else mask
     if mask.shape[1] in (1, query.shape[1]):
         return function(query, keys, values, attn_mask=mask, **options)
     keys, values, mask = (x.flatten(0, 1)[:, None] for x in (keys, values, mask.expand(keys.shape[0], -1, -1, -1)))
@@ -128,9 +129,9 @@ def _combined_mask(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Ten
     On a CPU it is additive: there Inductor writes a vector of bool one entry at a time, and torch's attention copies it
     to numbers.
     """
-    if bias is None and mask.device.type != "cpu":
-        return mask
-    return torch.where(mask, 0.0 if bias is None else bias, -torch.inf).to(dtype)
+    if bias is not None:
+        return torch.where(mask, bias.to(dtype), -torch.inf)
+    return torch.where(mask, 0.0, -torch.inf).to(torch.bfloat16) if mask.device.type == "cpu" else mask
 
 
 def _with_unknown_outputs(

@@ -60,6 +60,8 @@ def attend_with_lse(
         mask = mask.repeat_interleave(groups, 1)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    if mask is not None and mask.dtype == torch.bfloat16:
+        mask = mask.to(query.dtype)
     rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     output, log_sum_exp = attend(*rows, 0.0, causal, attn_mask=mask, scale=scale)
