@@ -154,22 +154,24 @@ def prefix_mask(cache: Any, cache_settings: Any) -> Tensor:
     Raises:
         CacheHandleError: there is no cache of kvpass, or it was made under other settings.
     """
-    layer = next(iter(caches_in(cache)), None)
-    if layer is None:
+    if cache is None:
         raise CacheHandleError("a prefix must be a cache of kvpass, as kvpass.prefill or kvpass.load_cache returns it")
+    layer = _first_layer(cache)
     if layer.backend.cache_settings != cache_settings:
         raise CacheHandleError(f"this prefix was made by {layer.backend}: give the loop the same settings")
     return _mask_of_seen(layer)
 
 
 def _whole_mask(ids: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-    """Return the padding mask of all tokens, [B, tokens seen + T]; without one, the new tokens [B, T] are real."""
-    seen, layer = _tokens_seen(cache), next(iter(caches_in(cache)), None)
-    if layer is not None and layer.layout.batch != len(ids):
+    """Return the padding mask of all tokens, [B, tokens seen + T]; without one, new tokens are real."""
+    if cache is None:
+        return padding_mask(ids, mask, 0)
+    layer = _first_layer(cache)
+    if layer.layout.batch != len(ids):
         raise CacheHandleError(f"a prompt of {len(ids)} rows after a prefix of {layer.layout.batch}")
-    if mask is None and layer is not None:
+    if mask is None:
         mask = torch.cat([_mask_of_seen(layer), torch.ones_like(ids)], 1)
-    return padding_mask(ids, mask, seen)
+    return padding_mask(ids, mask, layer.length)
 
 
 def _mask_of_seen(cache: LayerCache) -> Tensor:
@@ -178,14 +180,12 @@ def _mask_of_seen(cache: LayerCache) -> Tensor:
     return mask.scatter_(1, torch.where(cache.absent < 0, cache.length, cache.absent), 0)[:, : cache.length]
 
 
-def _tokens_seen(cache: Any) -> int:
-    """Return the number of tokens that a cache has seen, or raise CacheHandleError for one without handles."""
-    if cache is None:
-        return 0
+def _first_layer(cache: Any) -> LayerCache:
+    """Return the first layer of a model's cache, or raise CacheHandleError for one without handles."""
     found = caches_in(cache)
     if not found:
         raise CacheHandleError(f"there is no kvpass cache in this {type(cache).__name__}; pass none for an empty one")
-    return found[0].length
+    return found[0]
 
 
 def refuse_share(budget: Budget) -> None:
