@@ -39,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--some", action="store_true", help=f"of each slow test's cases every {EVERY}th, one at least")
 
 
+def pytest_configure() -> None:
+    """Give processes that tests start one thread each: those of several on few cores would wait for each other."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Order the files, and choose the cases to run.
