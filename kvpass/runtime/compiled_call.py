@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -210,7 +211,11 @@ class RedirectedForward:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.model, self.__signature__ = model, inspect.signature(model.forward)
+        self.model = model
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(types.MethodType(type(self.model).forward, self.model))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the class's `forward` inside of a call of the model, else call the model."""
