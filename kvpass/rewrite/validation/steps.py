@@ -55,13 +55,13 @@ def validate(step: StepCase) -> Validation:
 
     def compare(plan: ConversationPlan, one_of_each: bool) -> None:
         nonlocal may_see_none
-        is_blind = _compare(step, Conversation(step, plan), last() if one_of_each else None)
-        may_see_none |= is_blind and one_of_each
+        may_see_no_key = _compare(step, Conversation(step, plan), last() if one_of_each else None)
+        may_see_none |= may_see_no_key and one_of_each
 
     def further_plans(first: ConversationPlan) -> Iterator[ConversationPlan]:
         yield from _further_plans(step, first)
         if may_see_none:
-            yield from _blind_plans(step, first)
+            yield from _plans_without_keys(step, first)
 
     none_fits = "the graph does not serve a length that fits into the slots"
     with on_few_threads(step.dynamo_gm.graph):
@@ -104,7 +104,7 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
             yield ConversationPlan(short, ids="new")
 
 
-def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
+def _plans_without_keys(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
     """Yield conversations at the beginning of a block, where a query may see no cached key."""
     renumbers = step.stores_unrotated_keys or any(layout.policy.renumbers for layout in step.call.layouts)
     for number in length_constants(step.dynamo_gm.graph)[:MAX_BLOCKS]:
