@@ -24,7 +24,7 @@ from kvpass.lowering.layer_dedup.link import LinkedSegments
 from kvpass.torch_private import exported_code, inductor
 from kvpass.torch_private.exported_code import ExportedCode
 
-VERSION = 4
+VERSION = 5
 MANIFEST = "manifest.json"
 
 

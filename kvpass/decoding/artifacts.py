@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import tensor_files, versions
+from kvpass import policies, tensor_files, versions
 from kvpass.arguments import Positive, check_arguments, require
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle
@@ -99,6 +99,8 @@ def export_loop(loop: DecodeLoop, path: FilePath, batch: int = 1) -> str:
     model, device, target = loop.model, loop.device.type, Path(path)
     artifact_folder.check_target(target)  # before anything is compiled
     require(device == "cpu", "model", device, "only code for a CPU can be exported")
+    named = "an artifact names its policy: give its class a `name` and decorate it with @kvpass.policies.register"
+    require(policies.has_registered_class(loop.backend.policy), "policy", loop.backend.policy, named)
     require(loop.backend.inner == "inductor", "inner", loop.backend.inner, "only Inductor's code can be exported")
     if any(map(is_wrapper, (*model.parameters(), *model.buffers()))):
         raise UnsupportedGraph("this model cannot be exported: weights of it wrap other tensors, as quantised ones do")
@@ -385,6 +387,7 @@ def _model_entry(model: torch.nn.Module) -> dict[str, Any]:
     return {
         "class": type(model).__name__,
         "config": model_identity.settings_of(model),
+        "methods": model_identity.method_digests(model),
         "weights": {names[id(x)]: model_identity.weight_digest(x) for x in model.parameters()},
         "tensors": _tensor_entries(model),
     }
@@ -405,6 +408,7 @@ def _check_model(saved: Mapping[str, Any], model: torch.nn.Module) -> None:
     if type(model).__name__ != saved["class"]:
         raise ArtifactError(f"is for a {saved['class']}, not for a {type(model).__name__}")
     _check_settings(saved["config"], model_identity.settings_of(model))
+    _check_settings(saved["methods"], model_identity.method_digests(model))
     tensors = dict(named_tensors(model))
     _check_tensors(saved["tensors"], _tensor_entries(model))
     _check_settings(saved["code"], _code_settings(model))

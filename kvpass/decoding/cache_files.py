@@ -172,7 +172,11 @@ def _layer_entry(layer: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> 
 
 
 def policy_of(entry: Any) -> Policy:
-    name, options = entry
+    name, options, *unregistered = entry
+    if unregistered:
+        raise CacheFileError(
+            f"it was made under a policy of {unregistered[0]}, not registered: pass the compiled model"
+        )
     if any(isinstance(value, dict) for value in options.values()):
         raise CacheFileError(f"it was made under a policy {name!r} with trained weights: pass the compiled model")
     return policies.from_entry(entry)

@@ -91,6 +91,16 @@ def register(cls: P) -> P:
     return cls
 
 
+def has_registered_class(policy: Policy) -> bool:
+    """Return whether a policy is of the class that `get` returns for its name, and not of one derived from it."""
+    return policy.name in names() and get(policy.name) is type(policy)
+
+
+def is_built_in(policy: Policy) -> bool:
+    """Return whether a policy is of a class of kvpass, and not of one derived from it."""
+    return policy.name in _BUILT_IN and has_registered_class(policy)
+
+
 @check_arguments
 def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
     """Return a policy object for a name and its options, or `policy` if it is an object.
@@ -100,11 +110,17 @@ def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
         options: the policy's options by name; empty for an object.
 
     Raises:
-        PolicyError: an unknown name or option, options with an object, or a value that is not allowed.
+        PolicyError: an unknown name or option, options with an object, a value that is not allowed, or an object with a
+            scan whose class is not registered.
     """
     if isinstance(policy, Policy):
         if options:
             raise PolicyError(f"{', '.join(options)}: must be set on the policy object {policy}")
+        if "scan" in policy.statistics and not has_registered_class(policy):
+            raise PolicyError(
+                f"{type(policy).__qualname__}: a scan runs in an operator, which finds the policy by its name "
+                f"{policy.name!r}: give the class its own `name` and decorate it with @kvpass.policies.register"
+            )
         return policy
     cls = get(policy)
     known = [field.name for field in dataclasses.fields(cls)]
@@ -150,21 +166,29 @@ def _value(text: str) -> object:
 def to_entry(policy: Policy) -> list[Any]:
     """Return the name and the options of a policy as plain JSON; `from_entry` is the inverse.
 
-    Options are text, numbers, or tuples of these.  Trained weights are named by their digest, which `from_entry`
-    refuses.
+    Options are text, numbers, or tuples of these.  Trained weights are named by their digest.  A class that is not
+    registered is named in addition.  `from_entry` refuses both.
     """
     options = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     for name in ("interval", "spans"):
         if options[name] == getattr(type(policy), name):
             del options[name]  # graphs without it keep their text
     plain = {name: {"digest": x.digest} if hasattr(x, "digest") else x for name, x in options.items()}
-    entry: list[Any] = json.loads(json.dumps([policy.name, plain]))
+    cls = type(policy)
+    unregistered = [] if has_registered_class(policy) else [f"{cls.__module__}.{cls.__qualname__}"]
+    entry: list[Any] = json.loads(json.dumps([policy.name, plain, *unregistered]))
     return entry
 
 
 def from_entry(entry: Any) -> Policy:
-    """Return the policy of an entry that `to_entry` made."""
-    name, options = entry
+    """Return the policy of an entry that `to_entry` made.
+
+    Raises:
+        PolicyError: as from `resolve`, or a class that was not registered.
+    """
+    name, options, *unregistered = entry
+    if unregistered:
+        raise PolicyError(f"policy {name!r} is of {unregistered[0]}, which is not registered")
     return resolve(name, {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 
 from kvpass.errors import PolicyError
-from kvpass.policies import Policy, get
+from kvpass.policies import Policy, is_built_in
 from kvpass.reference.base import HeadStream, Reference, Token
 from kvpass.reference.layer import ReferenceLayer
 
@@ -25,9 +25,10 @@ def reference_of(policy: Policy) -> Reference:
     if named is not None:
         own: Reference = named()
         return own
-    try:
-        module = importlib.import_module(f"kvpass.reference.{policy.name}")
-    except ModuleNotFoundError as error:
-        raise PolicyError(f"policy {policy.name!r} has no eager reference: give it a method reference()") from error
-    built: Reference = getattr(module, f"{get(policy.name).__name__}Reference")(policy)
+    if not is_built_in(policy):
+        raise PolicyError(
+            f"policy {policy.name!r} has no eager reference: give {type(policy).__qualname__} a method reference()"
+        )
+    module = importlib.import_module(f"kvpass.reference.{policy.name}")
+    built: Reference = getattr(module, f"{type(policy).__name__}Reference")(policy)
     return built

@@ -7,6 +7,7 @@ another process a model is recognised by samples of its weights (`digests`) and 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import types
 import weakref
@@ -82,7 +83,7 @@ def settings_of(model: Any) -> dict[str, Any]:
 
 
 def _plain_values(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the values that plain JSON can hold in nested dictionaries and lists, with their dotted names."""
+    """Yield plain values, and texts of functions, in nested dictionaries and lists, with their dotted names."""
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
         if str(key).startswith("_") or key in _RUN_SETTINGS:
             continue
@@ -90,25 +91,59 @@ def _plain_values(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _plain_values(inner, f"{prefix}{key}.")
         elif isinstance(inner, (str, int, float, type(None))):
             yield f"{prefix}{key}", inner
+        elif text := _text(inner):
+            yield f"{prefix}{key}", _digest(text) if callable(inner) else text
 
 
 def module_settings(model: torch.nn.Module) -> dict[str, Any]:
-    """Return each module's class, and its numbers, texts and functions, by dotted names."""
+    """Return the name of each module's class, and its plain values and functions, by dotted names."""
     return {
-        f"{prefix}.{name}".removeprefix("."): _code_text(value) if isinstance(value, types.FunctionType) else value
+        f"{prefix}.{name}".removeprefix("."): value
         for prefix, module in model.named_modules()
-        for name, value in {"class": type(module).__name__, **vars(module)}.items()
-        if isinstance(value, (int, float, str, types.FunctionType, type(None)))
-        and not (name.startswith("_") or name in _RUN_SETTINGS)
+        for name, value in _plain_values({"class": type(module).__name__, **vars(module)}, "")
     }
 
 
-def _code_text(function: types.FunctionType) -> str:
-    """Return the name of a function and a digest of its code, the same in every process."""
-    code = function.__code__
-    constants = [each for each in code.co_consts if isinstance(each, (int, float, str))]
-    found = hashlib.sha256(code.co_code + repr((code.co_names, constants)).encode())
-    return f"{function.__qualname__} {found.hexdigest()[:12]}"
+def method_digests(model: torch.nn.Module) -> dict[str, str]:
+    """Return a digest of the methods of each class of modules, by its name; torch's own classes are left out."""
+    texts: dict[str, str] = {}
+    for cls in {type(module): None for module in model.modules()}:
+        bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
+        methods = [(name, each) for base in bases for name, each in vars(base).items() if callable(each)]
+        if methods:
+            texts[cls.__name__] = texts.get(cls.__name__, "") + _text(methods)
+    return {f"methods of {name}": _digest(text) for name, text in texts.items()}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _text(value: object) -> str:
+    """Return a text that has the content of a value or function, the same in every process; empty for other objects."""
+    match value:
+        case types.CodeType():
+            return f"{value.co_code.hex()} {value.co_names} {_text(value.co_consts)}"
+        case types.FunctionType():
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+            closure = [getattr(each, "__code__", each) for each in cells]  # a function may be in its own closure
+            return f"{value.__qualname__} {_text([value.__code__, value.__defaults__, value.__kwdefaults__, closure])}"
+        case types.MethodType():
+            return _text(value.__func__)
+        case functools.partial():
+            return f"partial {_text([value.func, value.args, value.keywords])}"
+        case types.BuiltinFunctionType():
+            return f"{value.__module__}.{value.__qualname__}"
+        case dict():
+            return _text(list(value.items()))
+        case list() | tuple():
+            return f"[{', '.join(map(_text, value))}]"
+        case set() | frozenset():
+            return f"{{{', '.join(sorted(map(_text, value)))}}}"
+        case int() | float() | complex() | str() | bytes() | None | torch.dtype():
+            return repr(value)
+        case _:
+            return ""
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

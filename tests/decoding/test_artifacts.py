@@ -25,6 +25,7 @@ from kvpass.decoding.prefill import chunk_lengths
 from kvpass.decoding.synthetic_conversation import prompt_lengths, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, PolicyError, UnsupportedGraph
 from kvpass.policies import resolve
+from kvpass.policies.h2o import H2O as H2OPolicy
 from tests.models import build, prompt, sharing_compiled_code
 
 pytest.importorskip("safetensors.torch")
@@ -50,6 +51,10 @@ def model(fresh_dynamo: None) -> Any:
 def exported(model: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     path = tmp_path_factory.mktemp("artifact") / "h2o"
     return path, kvpass.export(model, path, **H2O)
+
+
+class UnregisteredH2O(H2OPolicy):
+    """A policy that an artifact would take for another one."""
 
 
 def talk(loop: kvpass.DecodeLoop, rows: int = 1) -> list[Tensor]:
@@ -300,6 +305,8 @@ def test_unsupported_exports_are_refused(model: Any, exported: tuple[Path, str],
             kvpass.export(model, path, "h2o" if budget else "full", budget=budget)
     with pytest.raises(PolicyError, match="inner='eager': only Inductor's code can be exported"):
         kvpass.export(model, path, **H2O, inner="eager")
+    with pytest.raises(PolicyError, match="an artifact names its policy: give its class a `name` and decorate it"):
+        kvpass.export(model, path, UnregisteredH2O(), budget=8)
     with pytest.raises(PolicyError, match=r"batch=2: requests .* have prompts of one row"):
         kvpass.export(model, path, **H2O, rows=2, batch=2)
     (tmp_path / "other").mkdir()

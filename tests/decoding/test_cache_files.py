@@ -397,6 +397,7 @@ def test_a_changed_bit_is_noticed(saved: Path, compiled: Any, tmp_path: Path) ->
 
 ODD: dict[str, Change] = {
     "an unknown policy": lambda header, _: header["settings"].update(policy=["tova2", {}]),
+    "a class that is not registered": lambda header, _: header["settings"].update(policy=["h2o", {}, "own.H2O"]),
     "an unknown option": lambda header, _: header["settings"].update(policy=["h2o", {"heavier": 1}]),
     "a budget below zero": lambda header, _: header["settings"].update(budget=-8),
     "a budget beyond all numbers": lambda header, _: change_layer(header, row_budgets=[10**400] * 2),

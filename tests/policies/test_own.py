@@ -13,9 +13,12 @@ from torch import Tensor
 import kvpass
 from kvpass.diagnostics.simulate import simulate
 from kvpass.policies import base, names
+from kvpass.policies.cascade import Cascade
+from kvpass.policies.defensive_kv import DefensiveKV
 from kvpass.policies.full import Full
 from kvpass.policies.h2o import H2O
 from kvpass.policies.sage import Sage
+from kvpass.reference import reference_of
 from tests.models import breaks, build, graphs, prompt, teacher_forced
 from tests.strategies import TABLE
 
@@ -121,6 +124,46 @@ def test_each_policy_names_its_paper() -> None:
     for name in set(names()) - controls - private - {ValueNorm.name}:
         module = __import__(kvpass.policies.get(name).__module__, fromlist=["_"])
         assert "https://arxiv.org/abs/" in (module.__doc__ or ""), name
+
+
+@dataclasses.dataclass(frozen=True)
+class ReversedH2O(H2O):
+    """A policy that keeps another policy's name and its options, but scores tokens otherwise."""
+
+    def score(self, tokens: base.Tokens) -> Tensor:
+        return -super().score(tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnCascade(Cascade):
+    """A policy whose scan would run as the scan of the policy of that name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnDefensive(DefensiveKV):
+    """A policy whose votes would be smoothed as by the policy of that name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UnregisteredScan(Cascade):
+    """A policy with a scan and a name that no registered policy has."""
+
+    name = "test_unregistered_scan"
+
+
+@pytest.mark.parametrize("cls", [OwnCascade, OwnDefensive, UnregisteredScan])
+def test_a_policy_whose_scan_is_found_by_its_name_must_be_registered(cls: type[base.Policy]) -> None:
+    with pytest.raises(kvpass.PolicyError, match=f"{cls.__name__}: a scan runs in an operator, which finds the policy"):
+        kvpass.backend(cls(), budget=32)
+
+
+def test_a_derived_policy_is_not_taken_for_the_policy_of_its_name() -> None:
+    own, built_in = kvpass.policies.to_entry(ReversedH2O()), kvpass.policies.to_entry(H2O())
+    assert own != built_in
+    with pytest.raises(kvpass.PolicyError, match=r"policy 'h2o' is of .*\.ReversedH2O, which is not registered"):
+        kvpass.policies.from_entry(own)
+    with pytest.raises(kvpass.PolicyError, match="has no eager reference: give ReversedH2O a method reference"):
+        reference_of(ReversedH2O())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,14 +81,33 @@ class Renaming(nn.Module):
         return self.model(input_ids, past_key_values=past_key_values, use_cache=use_cache)
 
 
-@torch.no_grad()
-def test_a_model_that_writes_to_its_token_ids_writes_to_the_callers() -> None:
-    model = kvpass.compile(Renaming(), "h2o", budget=BUDGET, inner="eager")
-    for length in LENGTHS:
-        ids, _ = prompt(1, length, ())
-        expected = ids.remainder(7)
-        model(ids)
-        assert torch.equal(ids, expected)
+@pytest.mark.parametrize(
+    ("inner", "mode"),
+    [("eager", torch.no_grad), ("eager", torch.inference_mode), ("inductor", torch.no_grad)],
+    ids=["eager", "inference-mode", "inductor"],
+)
+def test_a_model_that_writes_to_its_token_ids_writes_to_the_callers(inner: str, mode: Callable[[], Any]) -> None:
+    model = kvpass.compile(Renaming(), "h2o", budget=BUDGET, inner=inner)
+    with mode():
+        for length in LENGTHS:
+            ids, _ = prompt(1, length, ())
+            expected = ids.remainder(7)
+            cache = model(ids).past_key_values
+            assert torch.equal(ids, expected)
+        for start in range(3):
+            step = torch.full((1, 5), 40 + start)
+            model(step[:, start : start + 1], past_key_values=cache)  # a view
+            assert step[0, start] == (40 + start) % 7
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_expanded_arguments_that_a_model_only_reads_are_left_as_they_are(mode: Callable[[], Any]) -> None:
+    """An expanded tensor cannot be written to, and one with NaN does not equal its copy."""
+    with mode():
+        given = [torch.full((1, 3), value).expand(4, -1) for value in (torch.nan, 1.0, True)]
+        copies = [model_arguments.as_contiguous_tokens(each) for each in given]
+        model_arguments.write_back(given, copies)
+    assert all(copy is not each and copy.is_contiguous() for copy, each in zip(copies, given, strict=True))
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.sampled_from([torch.int64, torch.bool, torch.float]))
