@@ -12,6 +12,7 @@ import copy
 import functools
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
@@ -27,10 +28,10 @@ from kvpass.decoding.prefill import prefix_mask, run_to_last
 from kvpass.decoding.prompt_inputs import PaddingMask, Pin, TokenIds, padding_mask, pin_mask
 from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Prompt
 from kvpass.decoding.sampling import Sampling, Seed, Temperature, TopK, TopP
-from kvpass.decoding.scheduler import RequestScheduler
+from kvpass.decoding.scheduler import ONE_BY_ONE, RequestScheduler
 from kvpass.decoding.stepping import INTERRUPTED, LoopState, ModelFingerprint, in_mode_of_weights
 from kvpass.decoding.synthetic_conversation import visit_graphs
-from kvpass.errors import CacheHandleError, PolicyError
+from kvpass.errors import CacheHandleError, KVPassWarning, PolicyError
 from kvpass.policies.base import Policy
 from kvpass.policies.hashing import PRIME
 from kvpass.runtime import layer_regions
@@ -131,6 +132,8 @@ class DecodeLoop:
         self.prefix, self.prefix_length = None, 0
         self.lock = threading.RLock()
         self.requests = None if rows is None else RequestScheduler(self, rows)
+        if rows is not None and rows > 1 and not self.takes_positions:
+            warnings.warn(ONE_BY_ONE.format(self.model_call.name), KVPassWarning, stacklevel=3)
 
     def _compile_model(self) -> Callable[..., Any]:
         """Return the callable that the loop runs as its model."""

@@ -10,7 +10,6 @@ import collections
 import copy
 import itertools
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from kvpass.decoding.request_batch import RequestBatch, check_holds_only_slots
 from kvpass.decoding.requests import MOST_STOPS, GenerationOutput, Request, RequestStatus
 from kvpass.decoding.sampling import Sampling
 from kvpass.decoding.stepping import LoopContext, in_mode_of_weights
-from kvpass.errors import BudgetError, CacheHandleError, KVPassError, KVPassWarning, RequestError
+from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
 from kvpass.policies.pinned_tokens import check_pinned
 
 ONE_BY_ONE = (
@@ -61,8 +60,6 @@ class RequestScheduler:
         if not isinstance(budget, int):
             raise BudgetError(f"budget={budget}: rows have equally many slots for every request; give their number")
         require(not policy.defers, "policy", policy, "caches a whole prompt at first, which no row has slots for")
-        if rows > 1 and not loop.takes_positions:
-            warnings.warn(ONE_BY_ONE.format(loop.model_call.name), KVPassWarning, stacklevel=4)
         self.loop, self.count, self.budget = loop, rows, budget
         self.queue: collections.deque[Request] = collections.deque()
         self.rows: dict[int, Request] = {}

@@ -92,7 +92,7 @@ def register(cls: P) -> P:
 
 
 def has_registered_class(policy: Policy) -> bool:
-    """Return whether a policy is of the class that `get` returns for its name, and not of one derived from it."""
+    """Return whether a policy is of the class that `get` returns for its name, not a derived one."""
     return policy.name in names() and get(policy.name) is type(policy)
 
 

@@ -120,7 +120,10 @@ def _digest(text: str) -> str:
 
 
 def _text(value: object) -> str:
-    """Return a text that has the content of a value or function, the same in every process; empty for other objects."""
+    """Return a text with the content of a value or function, the same in every process.
+
+    It is empty for other objects.
+    """
     match value:
         case types.CodeType():
             return f"{value.co_code.hex()} {value.co_names} {_text(value.co_consts)}"

@@ -109,6 +109,17 @@ def test_layers_with_budgets_of_their_own_raise_each(layered: Traced, options: d
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
+def test_pins_in_addition_to_a_budget_that_is_not_kept_yet_are_refused(model: Traced) -> None:
+    ids, _ = prompt(1, 24, ())
+    under = model.under(chosen("d2o", budget=8, compress_at="first_decode"))
+    out = kvpass.prefill(under, ids, chunk=24)
+    with pytest.raises(kvpass.PolicyError, match=r"on_top=True: .* has not evicted from the prompt yet"):
+        kvpass.prefill(under, ids[:, :2], chunk=1, cache=out.past_key_values, pin=[(0, 1)], on_top=True)
+    out = stepped(under, out.past_key_values, 1)
+    out = kvpass.prefill(under, ids[:, :2], chunk=1, cache=out.past_key_values, pin=[(0, 1)], on_top=True)
+    assert pinned(out.past_key_values) == [[25]]
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["random", "knorm", "window"])
 @pytest.mark.parametrize("on_top", [False, True])

@@ -145,8 +145,12 @@ def test_models_without_position_ids_count_from_the_begin_of_each_request(make: 
 
 
 def test_rows_that_cannot_decode_together_are_named() -> None:
-    with pytest.warns(kvpass.KVPassWarning, match="WithoutPositionIds takes no `position_ids`.*one after the other"):
-        serving_loop(WithoutPositionIds(), rows=2)
+    with pytest.warns(
+        kvpass.KVPassWarning, match="WithoutPositionIds takes no `position_ids`.*one after the other"
+    ) as made:
+        loop = serving_loop(WithoutPositionIds(), rows=2)
+        loop.reset()
+    assert [each.filename for each in made if "one after the other" in str(each.message)] == [__file__]
 
 
 def test_rows_draw_by_their_own_settings() -> None:
