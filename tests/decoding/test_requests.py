@@ -148,8 +148,7 @@ def test_rows_that_cannot_decode_together_are_named() -> None:
     with pytest.warns(
         kvpass.KVPassWarning, match="WithoutPositionIds takes no `position_ids`.*one after the other"
     ) as made:
-        loop = serving_loop(WithoutPositionIds(), rows=2)
-        loop.reset()
+        serving_loop(WithoutPositionIds(), rows=2).reset()
     assert [each.filename for each in made if "one after the other" in str(each.message)] == [__file__]
 
 
