@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
 from kvpass.cache.handle import Handle
+from tests.adversary.models import Small
 from tests.models import build, prompt
 
 
@@ -121,6 +122,12 @@ def test_a_frame_that_torch_skips_returns_no_cache_that_grows(monkeypatch: pytes
     monkeypatch.setattr(type(model), "forward", torch._dynamo.disable(type(model).forward))
     with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="ordinary cache, which grows"):
         model(prompt(2, 8, ())[0], use_cache=True)
+
+
+def test_attention_without_a_softmax_is_named_where_the_cache_grows() -> None:
+    model = kvpass.compile(Small(lambda q, k, v, i, j: (q @ k.mT).sigmoid() @ v), "window", budget=8, inner="eager")
+    with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="attends without scaled_dot_product_attention"):
+        model(torch.arange(10).view(2, 5))
 
 
 def test_an_encoder_behind_graph_breaks_is_no_cache() -> None:

@@ -18,12 +18,13 @@ from torch import Tensor
 from kvpass import model_access
 from kvpass.arguments import Positive, check_arguments, require
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.cache.model_cache import caches_in
+from kvpass.cache.model_cache import caches_in, returns_growing_cache
 from kvpass.decoding.model_call import ModelCall, with_logits
 from kvpass.decoding.prompt_inputs import PaddingMask, Pin, TokenIds, padding_mask, pin_mask
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.runtime.model_arguments import with_dynamic_length
+from kvpass.torch_private import dynamo
 from kvpass.user_budget import Budget
 
 Logits = Literal["last", "all"]
@@ -70,7 +71,7 @@ def prefill(
 
     Raises:
         PolicyError: an invalid argument, an unknown token, a cache under both names, or pins that are not allowed.
-        CacheHandleError: the cache is not of kvpass, or the model does not continue it.
+        CacheHandleError: the cache is not of kvpass, or the model is not compiled or does not continue it.
         UnsupportedGraph: the model cannot be rewritten, or returns no logits.
         BudgetError: an empty cache and a budget that is a share of the prompt, or pins that leave too little budget.
     """
@@ -84,6 +85,11 @@ def prefill(
     pinned = pin_mask(pin, on_top, mask[:, -ids.shape[1] :])
     parts: list[Tensor] = []
     for out in run_chunks(model_call, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top):
+        if returns_growing_cache(out) and getattr(dynamo.backend_of(compiled), "strict", True):
+            raise CacheHandleError(
+                f"{model_call.name} returned an ordinary cache, which grows: pass the model after kvpass.compile, or what "
+                "torch.compile(model, backend=kvpass.backend(...)) returns"
+            )
         if logits == "last":
             parts = [model_call.logits(out)[:, -1:]]
         else:

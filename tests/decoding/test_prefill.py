@@ -239,6 +239,21 @@ def test_bad_input() -> None:
         kvpass.DecodeLoop(build("Llama"), "window", budget=0.5, prefill_chunk=2)
 
 
+@pytest.mark.parametrize("returns_tuple", [False, True])
+def test_an_uncompiled_model_is_refused(returns_tuple: bool) -> None:
+    model: Any = TupleModel() if returns_tuple else build("Llama", layers=1)
+    with pytest.raises(kvpass.CacheHandleError, match="returned an ordinary cache, which grows: pass the model after"):
+        kvpass.prefill(model, prompt(1, 9, ())[0], chunk=3)
+
+
+class TupleModel(torch.nn.Module):
+    """A model that returns its logits and its keys and values in a tuple."""
+
+    def forward(self, ids: Tensor, past_key_values: Any = None, use_cache: bool = True) -> Any:
+        new = torch.zeros(len(ids), 1, ids.shape[1], 4)
+        return torch.zeros(*ids.shape, 128), ((new, new),)
+
+
 @torch.no_grad()
 def test_padding_of_a_prefix_is_known_from_its_cache() -> None:
     """Continue a prefix with padding, with the whole mask and without a mask."""

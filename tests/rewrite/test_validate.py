@@ -188,6 +188,32 @@ def test_rounding_in_the_model_itself_is_no_difference(wrong: Any, monkeypatch: 
             run(Traced(rounding()), recorder, policy="full")
 
 
+class Drawing(Small):
+    """A model that adds noise to its attention, and draws a channel for each row."""
+
+    def forward(self, ids: Tensor, past: Any = None, **inputs: Any) -> Any:
+        x, present = super().forward(ids, past, **inputs)
+        x = x + torch.randn_like(x)
+        return torch.multinomial(x[:, -1].softmax(-1), 1), present
+
+
+def test_random_numbers_that_the_model_draws_are_no_difference() -> None:
+    model, ids = Drawing(sdpa(lambda i, j: j <= i)), torch.arange(10).view(2, 5)
+
+    def drawn(call: Any) -> Tensor:
+        torch.manual_seed(1)
+        channel, past = call(ids)
+        channels = [channel]
+        for _ in range(4):
+            channel, past = call(channel, past)
+            channels.append(channel)
+        return torch.cat(channels, 1)
+
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=kvpass.backend("full", inner="eager"))
+        assert torch.equal(drawn(compiled), drawn(model))
+
+
 def test_validate_is_a_setting_of_the_backend() -> None:
     assert kvpass.backend("full").validate
     assert kvpass.backend("full") != kvpass.backend("full", validate=False)

@@ -70,6 +70,8 @@ class GraphRun(fx.Interpreter):
         Raises:
             DoesNotRun: a node fails.
         """
+        for generator in (torch.default_generator, *torch.cuda.default_generators):
+            generator.manual_seed(0)  # so that all graphs of a comparison draw the same random numbers
         # A run may end between the nodes that enter and exit an autocast region.
         with operators.preserving_autocast(), InFloat32():
             for node in self._nodes:

@@ -299,7 +299,7 @@ def run_validation(
     """
     start = time.perf_counter()
     # The caller's random numbers stay as they are.
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(range(len(torch.cuda.default_generators))):
         for call, failure in _compare_each(calls, compare, False, f"on {kind}"):
             if failure is None:
                 others = _compare_each(further(call), compare, True, f"on further {kind}")
