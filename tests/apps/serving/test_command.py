@@ -57,6 +57,18 @@ def test_a_folder_that_is_no_artifact_is_refused_before_anything_is_compiled(tmp
     assert (tmp_path / "other").read_text() == "text"
 
 
+@pytest.mark.parametrize("folder", ["none", "file"])
+def test_an_artifact_that_cannot_be_written_is_refused_before_anything_is_compiled(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("text")
+    monkeypatch.setattr(artifacts, "visit_graphs", lambda *_, **__: pytest.fail("it compiles"))
+    path = tmp_path / folder / "code"
+    made = service("--artifact", str(path), "--inner", "inductor")
+    with pytest.raises(ArtifactError, match=f"{path} cannot be written: there is no folder {path.parent}"):
+        made.prepare()
+
+
 @pytest.mark.slow
 def test_a_server_loads_what_the_one_before_it_has_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "code"
