@@ -49,6 +49,11 @@ def test_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert '"heavy": 0.25' in made.model_card()["kvpass"]["policy"]
 
 
+def test_a_model_in_the_current_folder_has_the_name_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(models.BUNDLED)
+    assert service_of(cli.parser().parse_args(["serve", ".", "--inner", "eager"])).name == models.BUNDLED.name
+
+
 def test_a_folder_that_is_no_artifact_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("text")
     made = service("--artifact", str(tmp_path), "--inner", "inductor")
