@@ -89,7 +89,8 @@ class StreamMeasure:
     y_key: ClassVar[str] = "perplexity"
 
     def __post_init__(self) -> None:
-        require(self.restart != 1, "restart", 1, "must be 0 or at least 2: the token that begins a text, and others")
+        require(self.tokens > 1, "tokens", self.tokens, "must be at least 2: a token that begins the text, and text")
+        require(self.restart != 1, "restart", 1, "must be 0 or at least 2: a token that begins the text, and text")
 
     @property
     def needed_slots(self) -> int:

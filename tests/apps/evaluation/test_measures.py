@@ -100,9 +100,12 @@ def test_prompts_are_not_made_of_empty_texts(measure: Measure, texts: dict[str, 
         next(iter(measure.rows(standing)))
 
 
-def test_a_stream_that_begins_anew_after_each_token_is_refused() -> None:
-    with pytest.raises(PolicyError, match="restart=1: must be 0 or at least 2"):
-        StreamMeasure(restart=1)
+@pytest.mark.parametrize(
+    ("name", "message"), [("restart", "restart=1: must be 0 or at least 2"), ("tokens", "tokens=1: must be at least 2")]
+)
+def test_a_stream_with_nothing_to_score_is_refused(name: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        StreamMeasure(**{name: 1})
 
 
 def test_a_stream_begins_anew_where_its_cache_is_emptied() -> None:
