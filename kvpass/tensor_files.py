@@ -44,11 +44,17 @@ def write(
 
 def check_writable(path: str | os.PathLike[str], error: type[KVPassError]) -> None:
     """Raise an error of the class `error` if no file can be written to a path."""
-    name, folder = os.fspath(path), os.path.dirname(os.path.abspath(path))
-    if not os.access(folder, os.W_OK):
-        raise error(f"{name} cannot be written: there is no folder {folder}, or it takes no new files")
+    name = os.fspath(path)
+    check_folder(path, error)
     if os.path.exists(name) and not os.path.isfile(name):  # a folder, or a device, which the file would replace
         raise error(f"{name} cannot be written: it exists and is not a regular file")
+
+
+def check_folder(path: str | os.PathLike[str], error: type[KVPassError]) -> None:
+    """Raise an error of the class `error` if the folder of a path takes no new files or folders."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        raise error(f"{os.fspath(path)} cannot be written: there is no folder {folder}, or it takes no new files")
 
 
 def finish(unfinished: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:

@@ -52,14 +52,21 @@ def folder() -> Path:
     folder of that name.
 
     Raises:
-        CheckpointError: the package is missing or damaged, or a package that reads it is not installed.
+        CheckpointError: the package is missing or damaged, a package that reads it is not installed, or the cache folder
+            takes no files.
     """
     saved = cache_folder() / f"{NAME}-{VERSION}-transformers-{transformers.__version__.split('.')[0]}"
     if saved.is_dir():
         return saved
     file = packaged_file()
-    saved.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{saved}.lock"):
+    try:
+        saved.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{saved}.lock").acquire()
+    except OSError as error:
+        raise CheckpointError(
+            f"{NAME} cannot be converted: {saved.parent} takes no files ({error}); set the variable {CACHE} to a folder"
+        ) from error
+    with lock:
         if not saved.is_dir():
             _make(file, saved)
     return saved

@@ -29,7 +29,8 @@ MANIFEST = "manifest.json"
 
 
 def check_target(target: Path) -> None:
-    """Raise ArtifactError if the target exists and is not an artifact."""
+    """Raise ArtifactError if the target exists and is not an artifact, or if its folder takes no new files."""
+    tensor_files.check_folder(target, ArtifactError)
     if target.exists() and not (target / MANIFEST).is_file():
         raise ArtifactError(f"{target} exists and is not an artifact: give another path")
 

@@ -138,7 +138,8 @@ class RowSampling:
     def _noise(self, made: Tensor, vocabulary: int) -> Tensor:
         """Return exponential random numbers of rate one, float32 [R, vocabulary], above zero."""
         row = mix(mix(self.seed) + made)[:, None]
-        token = mix(row + 48271 * torch.arange(vocabulary, device=made.device))
+        # From 1 on, as the hash of zero is zero: the first token of seed 0 would always be the token 0.
+        token = mix(row + 48271 * torch.arange(1, vocabulary + 1, device=made.device))
         # log1p is precise near zero, where tokens win; the largest hashes round to one, whose logarithm is infinite.
         return (-torch.log1p(-(token.float() + 0.5) / (PRIME + 1))).clamp(max=LARGEST_NOISE)
 

@@ -198,9 +198,13 @@ def test_a_model_without_a_cache_is_refused():
         signature_of(Bare(), 24)
 
 
-@pytest.mark.parametrize(("out", "said"), [("no/a.safetensors", "there is no folder"), ("", "is not a regular file")])
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [("no/a.pt", "there is no folder"), ("file/a.pt", "there is no folder"), ("", "is not a regular file")],
+)
 @pytest.mark.parametrize("command", ["align train --model", "calibrate", "gates"])
 def test_a_path_that_cannot_be_written_is_refused_before_a_model_is_loaded(command, out, said, tmp_path, capsys):
+    (tmp_path / "file").write_text("text")
     assert cli.main([*command.split(), "nowhere", "--out", str(tmp_path / out)]) == 2
     assert said in capsys.readouterr().err
 

@@ -58,6 +58,17 @@ def test_a_damaged_file_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch)
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
+@pytest.mark.parametrize("kind", ["file", "folder of the lock"])
+def test_a_cache_folder_that_takes_no_files_is_named(cache: Path, kind: str) -> None:
+    if kind == "file":
+        cache.write_text("text")
+    else:
+        version = checkpoint.transformers.__version__.split(".")[0]
+        (cache / f"{checkpoint.NAME}-{checkpoint.VERSION}-transformers-{version}.lock").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=f"{cache} takes no files .*; set the variable KVPASS_CACHE"):
+        checkpoint.folder()
+
+
 def test_a_conversion_that_fails_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(file: Path, into: Path) -> None:
         (into / "half").touch()

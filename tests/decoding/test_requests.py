@@ -479,6 +479,13 @@ def test_noise_is_precise_near_zero_and_finite(monkeypatch: pytest.MonkeyPatch) 
     assert noise.isfinite().all()
 
 
+@pytest.mark.parametrize("seed", [0, sampling.PRIME, 1])
+def test_no_seed_draws_a_token_of_next_to_no_probability(seed: int) -> None:
+    logits = torch.tensor([[-18.0, 0.0, 0.0]])
+    row = one_row(sampling.Sampling(temperature=1.0, seed=seed))
+    assert all(row.choose(logits, torch.tensor([made])).item() > 0 for made in range(50))
+
+
 @pytest.mark.parametrize("wrong", ["a span", "a mask", "a prefix"])
 def test_a_batch_with_a_wrong_argument_leaves_no_requests(wrong: str) -> None:
     loop, ids = serving_loop(), prompts((9, 5))

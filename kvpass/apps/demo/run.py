@@ -18,7 +18,7 @@ import transformers
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from kvpass import policies
+from kvpass import policies, tensor_files
 from kvpass.apps import checkpoint, corpus
 from kvpass.apps.demo.chat import QUESTIONS, talk
 from kvpass.apps.demo.settings import FULL, PARTS, DemoSettings
@@ -46,6 +46,7 @@ from kvpass.lowering.float32_products import InFloat32
 WIDTH = 100  # characters of a line of an answer
 SHOWN = 2  # answers that are printed, the last ones
 SINKS = 4
+PAGE = "demo.md"
 
 
 def run_command(parsed: argparse.Namespace) -> None:
@@ -67,6 +68,7 @@ def main(settings: DemoSettings) -> None:
         settings.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KVPassError(f"cannot write to the folder {settings.out}: {error}; choose another with --out") from error
+    tensor_files.check_folder(settings.out / PAGE, KVPassError)
     with _quiet():
         Demo(settings).run()
 
@@ -157,7 +159,7 @@ class Demo:
                 part: PartResult = getattr(self, name)()
                 results[name] = part
                 self._write(name, part)
-        _write_page(self.settings.out / "demo.md", results)
+        _write_page(self.settings.out / PAGE, results)
         self.say(f"\nTables and pictures are in {self.settings.out}/")
 
     def say(self, *lines: str) -> None:

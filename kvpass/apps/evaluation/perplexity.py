@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from kvpass.apps import corpus
 from kvpass.apps.evaluation.session import Row, Session
+from kvpass.arguments import require
 from kvpass.errors import KVPassError, PolicyError
 
 ALL_FILES = "all files"
@@ -86,6 +87,10 @@ class StreamMeasure:
     name: ClassVar[str] = "stream"
     x_key: ClassVar[str] = "tokens"
     y_key: ClassVar[str] = "perplexity"
+
+    def __post_init__(self) -> None:
+        require(self.tokens > 1, "tokens", self.tokens, "must be at least 2: a token that begins the text, and text")
+        require(self.restart != 1, "restart", 1, "must be 0 or at least 2: a token that begins the text, and text")
 
     @property
     def needed_slots(self) -> int:

@@ -117,8 +117,14 @@ class Session:
         return self.loaded.encode([text])[0]
 
     def filler(self, start: int, count: int) -> list[int]:
-        """Return `count` tokens of the texts from a position; the texts are joined to a ring."""
+        """Return `count` tokens of the texts from a position; the texts are joined to a ring.
+
+        Raises:
+            KVPassError: the texts are empty.
+        """
         ring = [token for text in self.texts.values() for token in text]
+        if not ring:
+            raise KVPassError("a text of 0 tokens is too short to make prompts of; give a longer text")
         start %= len(ring)
         rounds = -(-(start + count) // len(ring))
         return (ring * rounds)[start : start + count]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvpass import policies
+from kvpass import policies, tensor_files
 from kvpass.apps.evaluation.full_cache import FullCache
 from kvpass.apps.evaluation.scoring import Feed
 from kvpass.apps.evaluation.session import Measure, Row
@@ -115,10 +115,12 @@ class Results:
     """All results in a folder; every addition is written at once."""
 
     def __init__(self, folder: Path) -> None:
-        """Read or make a folder; KVPassError if neither works."""
+        """Read or make a folder; KVPassError if neither works, or if it takes no results."""
         self.path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            for path in (self.path, self.path.with_suffix(".md")):
+                tensor_files.check_writable(path, KVPassError)
             stored = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else []
             self.entries = [Result(**entry) for entry in stored]
         except (OSError, TypeError, ValueError) as error:

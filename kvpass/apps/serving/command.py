@@ -92,7 +92,7 @@ def service_of(parsed: argparse.Namespace) -> Service:
         conversations=Limits(parsed.kept_rows or 2 * parsed.rows, parsed.kept_bytes, parsed.conversations),
         folder=parsed.folder,
     )
-    service = Service(loaded, parsed.name or Path(loaded.name).name, loop, parsed.rows, serve_settings)
+    service = Service(loaded, parsed.name or Path(loaded.name).resolve().name, loop, parsed.rows, serve_settings)
     if parsed.artifact is not None and not isinstance(loop, artifacts.LoadedLoop):
         service.prepare = functools.partial(artifacts.export_loop, loop, parsed.artifact)
     return service

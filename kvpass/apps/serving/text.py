@@ -53,8 +53,9 @@ class TextStream:
         if text.endswith(UNFINISHED) and not final:
             return ""
         new_text = text[len(self._decode(self._ids[: self._decoded])) :]
-        # The tokens of one piece stay: some tokenizers decode a token otherwise at the beginning of a text.
-        self._ids = self._ids[self._decoded :]
+        # The last tokens with text stay: some tokenizers decode a token otherwise at the beginning of a text.
+        if new_text:
+            self._ids = self._ids[self._decoded :]
         self._decoded = len(self._ids)
         return new_text
 

@@ -19,7 +19,7 @@ from kvpass.apps.demo.chat import QUESTIONS
 from kvpass.apps.demo.settings import FULL, PARTS, POLICIES, DemoSettings, DemoSizes
 from kvpass.apps.evaluation.session import PositionSnapshot
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.errors import BudgetError, CheckpointError
+from kvpass.errors import BudgetError, CheckpointError, KVPassError
 from kvpass.policies import Policy
 
 TOKENIZER = Path(__file__).parents[3] / "kvpass" / "apps" / "data" / "tokenizer"
@@ -124,6 +124,22 @@ def test_the_bundled_models_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     window, full = table(tmp_path, "retrieval")
     assert list(full.values())[1:] == [1.0] * 6
     assert (window["32"], window["1,024"]) == (1.0, 0.0)
+
+
+def test_an_empty_book_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").touch()
+    folder, text = str(model(tmp_path / "model")), tmp_path / "book.txt"
+    settings = DemoSettings(folder, parts=("book",), budget=16, text=text, out=tmp_path, inner="eager", sizes=SIZES)
+    with pytest.raises(KVPassError, match="tokens=1: must be at least 2"):
+        run.main(settings)
+
+
+def test_a_folder_that_takes_no_files_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
+    with pytest.raises(KVPassError, match=f"{tmp_path / 'demo.md'} cannot be written: there is no folder {tmp_path}"):
+        run.main(DemoSettings("nowhere", out=tmp_path))
 
 
 def test_kept_tokens_are_counted_by_region() -> None:

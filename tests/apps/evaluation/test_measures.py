@@ -17,8 +17,10 @@ import kvpass
 from kvpass.apps.evaluation.perplexity import ALL_FILES, Perplexity, StreamMeasure
 from kvpass.apps.evaluation.recall import RecallMeasure
 from kvpass.apps.evaluation.retrieval import CACHED_SHARE, Needle, Passkey, mentions
+from kvpass.apps.evaluation.ruler import RulerMeasure
 from kvpass.apps.evaluation.scoring import Feed, Scored
-from kvpass.apps.evaluation.session import Session
+from kvpass.apps.evaluation.session import Measure, Session
+from kvpass.apps.evaluation.speed import Speed
 from kvpass.apps.models import LoadedModel
 from kvpass.errors import PolicyError
 
@@ -86,6 +88,24 @@ def test_texts_without_a_token_to_score_are_refused(texts: dict[str, list[int]])
         kvpass.KVPassError, match=r"a text of [02] tokens is too short for a perplexity; give more text"
     ):
         list(Perplexity().rows(session(texts)))
+
+
+@pytest.mark.parametrize(
+    "measure", [Needle((120,)), RecallMeasure(), RulerMeasure(("single",)), RulerMeasure(("common",)), Speed()]
+)
+@pytest.mark.parametrize("texts", [{}, {"a": [], "b": []}])
+def test_prompts_are_not_made_of_empty_texts(measure: Measure, texts: dict[str, list[int]], tokenizer: Any) -> None:
+    standing = session(texts, tokenizer=tokenizer)
+    with pytest.raises(kvpass.KVPassError, match="a text of 0 tokens is too short to make prompts of"):
+        next(iter(measure.rows(standing)))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("restart", "restart=1: must be 0 or at least 2"), ("tokens", "tokens=1: must be at least 2")]
+)
+def test_a_stream_with_nothing_to_score_is_refused(name: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        StreamMeasure(**{name: 1})
 
 
 def test_a_stream_begins_anew_where_its_cache_is_emptied() -> None:

@@ -73,6 +73,13 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
         Results(tmp_path)
 
 
+@pytest.mark.parametrize("name", [FILE, "results.md"])
+def test_a_folder_that_takes_no_results_is_refused_before_anything_is_measured(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(KVPassError, match=f"{name} cannot be written: it exists and is not a regular file"):
+        Results(tmp_path)
+
+
 def result(policy: str, budget: int | None, measure: Any, error: str | None = None) -> Result:
     rows = [{"distance": d, "pairs": d / 100} for d in (32, 64)]
     key = Case(measure, policy, budget).key(settings(), "texts")

@@ -49,12 +49,29 @@ def test_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert '"heavy": 0.25' in made.model_card()["kvpass"]["policy"]
 
 
+def test_a_model_in_the_current_folder_has_the_name_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(models.BUNDLED)
+    assert service_of(cli.parser().parse_args(["serve", ".", "--inner", "eager"])).name == models.BUNDLED.name
+
+
 def test_a_folder_that_is_no_artifact_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("text")
     made = service("--artifact", str(tmp_path), "--inner", "inductor")
     with pytest.raises(ArtifactError, match=f"{tmp_path} exists and is not an artifact"):
         made.prepare()
     assert (tmp_path / "other").read_text() == "text"
+
+
+@pytest.mark.parametrize("folder", ["none", "file"])
+def test_an_artifact_that_cannot_be_written_is_refused_before_anything_is_compiled(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("text")
+    monkeypatch.setattr(artifacts, "visit_graphs", lambda *_, **__: pytest.fail("it compiles"))
+    path = tmp_path / folder / "code"
+    made = service("--artifact", str(path), "--inner", "inductor")
+    with pytest.raises(ArtifactError, match=f"{path} cannot be written: there is no folder {path.parent}"):
+        made.prepare()
 
 
 @pytest.mark.slow

@@ -72,3 +72,12 @@ def test_a_stop_text_before_an_unfinished_character_is_found_at_the_end(stop: st
 def test_special_tokens_have_no_text() -> None:
     ids = tokenizer()("word")["input_ids"]
     assert said([[0], ids, [0]])[0] == "word"
+
+
+def test_a_token_without_text_does_not_begin_the_text_anew() -> None:
+    """Check words after a special token: many tokenizers leave out the blank before the first word of a text."""
+    vocabulary = ["", " one", " two"]
+    decode = SimpleNamespace(decode=lambda ids, **_: "".join(vocabulary[i] for i in ids).removeprefix(" "))
+    for pieces in ([[0], [1], [0], [0], [2], [1]], [[0, 1, 0], [0, 2, 1]]):
+        stream = TextStream(decode)
+        assert "".join([*map(stream.push, pieces), stream.finish()]) == "one two one"
