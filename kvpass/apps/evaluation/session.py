@@ -119,6 +119,9 @@ class Session:
     def filler(self, start: int, count: int) -> list[int]:
         """Return `count` tokens of the texts from a position; the texts are joined to a ring."""
         ring = [token for text in self.texts.values() for token in text]
+        if not ring:
+            names = ", ".join(self.texts)
+            raise KVPassError(f"a text of 0 tokens is too short to measure anything: {names}; give a longer text")
         start %= len(ring)
         rounds = -(-(start + count) // len(ring))
         return (ring * rounds)[start : start + count]
