@@ -237,14 +237,9 @@ def unless_refused(action: Callable[[], T]) -> T | KVPassError:
     try:
         return action()
     except Exception as error:
-        refusals = [reason for reason in _reasons(error) if isinstance(reason, KVPassError)]
-        if not refusals:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, KVPassError):
+            reason = getattr(reason, "inner_exception", None) or reason.__cause__
+        if reason is None:
             raise
-        return refusals[0]
-
-
-def _reasons(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes; Dynamo wraps what a backend raises."""
-    while error is not None:
-        yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__
+        return reason
