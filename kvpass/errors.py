@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""Errors of any code, which say nothing about the model or the policy: never converted into another error."""
+
 
 class KVPassError(Exception):
     """Base of every error that kvpass raises on purpose."""

@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.fx.node import map_arg
 
-from kvpass.errors import KVPassError, UnreadableGraph, UnsupportedGraph
+from kvpass.errors import OUT_OF_MEMORY, KVPassError, UnreadableGraph, UnsupportedGraph
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 
@@ -144,11 +144,11 @@ def converting_errors(calls: Iterable[fx.Node]) -> Iterator[None]:
         calls: the graph's attention calls; the message names the source line of the first call.
 
     Raises:
-        UnreadableGraph: any error that is not a KVPassError was raised inside.
+        UnreadableGraph: any error that is neither a KVPassError nor a lack of memory was raised inside.
     """
     try:
         yield
-    except KVPassError:
+    except (KVPassError, *OUT_OF_MEMORY):
         raise
     except Exception as error:
         line = next((source_line(node) for node in calls), "a graph without attention")
