@@ -166,7 +166,7 @@ def converting_errors(calls: Iterable[fx.Node]) -> Iterator[None]:
         raise UnreadableGraph(
             f"{where}reading the graph failed with {type(error).__name__}: {error}. The model is spelled in a way that "
             "kvpass does not know; run it uncompiled, or report that line of code",
-            line=first and known_line(first),
+            line=known_line(first) if first else None,
         ) from error
 
 

@@ -184,11 +184,9 @@ def check_not_overwritten(
     """
     for writer in (alias.overwriting_node(moved, alias_sets), alias.overwriting_node(behind, alias_sets, result)):
         if writer is not None:
-            walk.refuse(
-                writer,
-                f"{walk.target_name(writer)!r} writes in place to what an attention mask or a rotary embedding is "
-                "computed from, so the computation cannot be moved onto slots",
-            )
+            read = "what an attention mask or a rotary embedding is computed from"
+            writes = f"{walk.target_name(writer)!r} writes in place to {read}"
+            walk.refuse(writer, f"{writes}, so the computation cannot be moved onto slots")
 
 
 class _KeyCutter:

@@ -197,12 +197,10 @@ class StepVerifier:
         for site, cache in zip(self._sites, caches, strict=True):
             if site.window != cache.window:
                 here, before = ("all" if n is None else f"the last {n}" for n in (site.window, cache.window))
-                walk.refuse(
-                    site.call,
-                    f"this call stores {here} of the layer's tokens, and the prompt stored {before}: let every call "
-                    "cut the cache by the same subscript, as k[:, :, -n:], or leave the cache whole and hide old "
-                    "tokens in the attention mask",
-                )
+                why = f"this call stores {here} of the layer's tokens, and the prompt stored {before}"
+                cut = "let every call cut the cache by the same subscript, as k[:, :, -n:]"
+                whole = "leave the cache whole and hide old tokens in the attention mask"
+                walk.refuse(site.call, f"{why}: {cut}, or {whole}")
 
     def check_positions(self, cache: LayerCache, arguments: tuple[Any, ...], valid: Callable[[], Tensor]) -> None:
         """Check that the position ids count the real tokens, if the layers use cache positions.
