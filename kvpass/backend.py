@@ -165,10 +165,12 @@ class Backend(BackendBase):
             return False
         lines = "\n".join(f"  {walk.source_line(f.node)}\n    {f.refusal}" for f in refused)
         message = f"{len(refused)} cache-updating operation(s) cannot be rewritten:\n{lines}"
-        if is_step:
-            raise UnsupportedGraph(f"{message}\nThe cache was rewritten before, so the graph cannot stay unchanged.")
-        if self._refuses:
-            raise UnsupportedGraph(f"{message}\nPass strict=False to leave such graphs unchanged.")
+        if is_step or self._refuses:
+            advice = "Pass strict=False to leave such graphs unchanged."
+            advice = "The cache was rewritten before, so the graph cannot stay unchanged." if is_step else advice
+            refusal = UnsupportedGraph(str(refused[0].refusal), line=walk.known_line(refused[0].node))
+            refusal.args = (f"{message}\n{advice}",)
+            raise refusal
         warnings.warn(f"kvpass leaves a graph unchanged, and its caches grow: {message}", KVPassWarning, stacklevel=2)
         return True
 
@@ -179,11 +181,9 @@ class Backend(BackendBase):
 
     def _check_inference(self, sites: list[AttentionSite], examples: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples):
-            raise UnsupportedGraph(
-                f"{walk.source_line(sites[0].call)}: the graph needs gradients, and a bounded cache has none; "
-                "call model.eval() and decode under torch.no_grad() or torch.inference_mode(); to train, pass "
-                "use_cache=False"
-            )
+            why = "the graph needs gradients, and a bounded cache has none; call model.eval() and decode under"
+            to_train = "to train, pass use_cache=False"
+            walk.refuse(sites[0].call, f"{why} torch.no_grad() or torch.inference_mode(); {to_train}")
 
     def start_builds(self, model: torch.nn.Module) -> None:
         """Start building what prompts and steps of a model on a CPU need, while Dynamo traces its first call."""
@@ -200,8 +200,7 @@ class Backend(BackendBase):
             return True
         site, why = obstacle
         if self.positions == "cache":
-            line = walk.source_line(site.call)
-            raise UnsupportedGraph(f"{line}: positions='cache' is not possible: {why}; use positions='absolute'")
+            walk.refuse(site.call, f"positions='cache' is not possible: {why}; use positions='absolute'")
         if self.recorder is not None:
             self.recorder.notes.append(f"{why}: positions are absolute")
         return False

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""Errors of any code, which say nothing about the model or the policy: never converted into another error."""
+
 
 class KVPassError(Exception):
     """Base of every error that kvpass raises on purpose."""
@@ -16,7 +21,18 @@ class BudgetError(KVPassError, ValueError):
 
 
 class UnsupportedGraph(KVPassError):
-    """An attention call whose cache update cannot be rewritten; names the line and the reason."""
+    """An attention call whose cache update cannot be rewritten; names the line and the reason.
+
+    Attributes:
+        reason: what cannot be rewritten, and what to do.
+        line: the line of the model's source, as `file:line: code`; None if it is unknown.
+
+    The message has both, and sometimes further advice.  If it lists several operations, they are those of the first.
+    """
+
+    def __init__(self, reason: str, *, line: str | None = None) -> None:
+        super().__init__(f"{line}: {reason}" if line else reason)
+        self.reason, self.line = reason, line
 
 
 class ShardingError(UnsupportedGraph):

@@ -24,7 +24,6 @@ from kvpass.capture.cache_search import CachedAttentionCall, SearchResult
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, is_attention
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import Origin
-from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, walk
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, example_value
@@ -229,16 +228,12 @@ def _check_cached_pair(call: fx.Node, query: fx.Node, key: fx.Node, values: fx.N
     key_dtype, value_dtype = example_value(key).dtype, example_value(values).dtype
     # Under autocast a rotary embedding in float32 makes keys wider than values.
     if key_dtype != value_dtype and (key_dtype != torch.float32 or value_dtype.itemsize != 2):
-        raise UnsupportedGraph(
-            f"{walk.source_line(call)}: keys are cached in {key_dtype} and values in {value_dtype}, but "
-            "the slots of a layer have one dtype; cast one of them before it is cached"
-        )
+        dtypes = f"keys are cached in {key_dtype} and values in {value_dtype}"
+        walk.refuse(call, f"{dtypes}, but the slots of a layer have one dtype; cast one of them before it is cached")
     query_rows, cached_rows = (example_value(node).shape[0] for node in (query, key))
     if expr(query_rows) != expr(cached_rows):
-        raise UnsupportedGraph(
-            f"{walk.source_line(call)}: {query_rows} rows of queries attend to a cache of {cached_rows} rows, so it is "
-            "unknown which row keeps which tokens"
-        )
+        rows = f"{query_rows} rows of queries attend to a cache of {cached_rows} rows"
+        walk.refuse(call, f"{rows}, so it is unknown which row keeps which tokens")
 
 
 def _append(graph: fx.Graph, origin: Origin) -> fx.Node:

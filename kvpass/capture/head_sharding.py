@@ -10,7 +10,7 @@ collectives.  Anything else is refused if the policy reads more than positions.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.fx as fx
@@ -71,26 +71,25 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy) -> list[Atten
     if (
         len({sharding and (sharding.world_size, sharding.group) for sharding in shardings}) > 1
     ):  # they agree on shared budgets
-        raise _sharding_error(sites[0], policy, "its layers are sharded over different processes")
+        _refuse_sharding(sites[0], policy, "its layers are sharded over different processes")
     if first is not None and declared == "never":
         share = f"each has {first.heads // first.world_size} of {first.heads} KV heads"
-        raise _sharding_error(sites[0], policy, f"{share}, {NOT_DECLARED}")
+        _refuse_sharding(sites[0], policy, f"{share}, {NOT_DECLARED}")
     return [dataclasses.replace(site, sharding=sharding) for site, sharding in zip(sites, shardings, strict=True)]
 
 
-def _sharding_error(site: AttentionSite, policy: Policy, description: str) -> ShardingError:
-    line = walk.source_line(site.call)
-    return ShardingError(f"{line}: policy {policy.name!r} with {processes()} processes: {description}. {WHAT_TO_DO}")
+def _refuse_sharding(site: AttentionSite, policy: Policy, description: str) -> NoReturn:
+    why = f"policy {policy.name!r} with {processes()} processes: {description}. {WHAT_TO_DO}"
+    walk.refuse(site.call, why, ShardingError)
 
 
 def _check_local(site: AttentionSite) -> None:
     """Refuse DTensors as queries, keys or values, because slots are local tensors."""
     for name in ("query", "key", "value"):
         if _placement(example_value(getattr(site, name))):
-            raise ShardingError(
-                f"{walk.source_line(site.call)}: the {name} of this attention call is a DTensor, and slots are of "
-                "local tensors; have the projections give local ones (use_local_output=True)"
-            )
+            why = f"the {name} of this attention call is a DTensor, and slots are of local tensors"
+            advice = "have the projections give local ones (use_local_output=True)"
+            walk.refuse(site.call, f"{why}; {advice}", ShardingError)
 
 
 def _read_sharding(site: AttentionSite, policy: Policy) -> HeadSharding | None:
@@ -106,7 +105,7 @@ def _read_sharding(site: AttentionSite, policy: Policy) -> HeadSharding | None:
     weights_of = {name: " and ".join(sorted({o.description for o in each})) for name, each in origins_of.items()}
     described = "; ".join(f"its {name} by {weights or 'no weight'}" for name, weights in weights_of.items())
     problem = f"the sharding of its heads is unknown: the graph has {communication}, {described}"
-    raise _sharding_error(site, policy, problem)
+    _refuse_sharding(site, policy, problem)
 
 
 def _sharding(site: AttentionSite, mesh: Any) -> HeadSharding | None:

@@ -17,7 +17,6 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, propagation, walk
 from kvpass.fx.shapes import LENGTH, SizeResolver, expr
 from kvpass.fx.walk import example_value, is_tensor, operand_of
@@ -214,9 +213,7 @@ class KeyAxis:
         if not isinstance(index, fx.Node):
             return None
         if base in self.padding and index in self.offsets and not self.is_key_index(index):
-            raise UnsupportedGraph(
-                f"{walk.source_line(node)}: the mask looks up padding at other indices than the keys' own"
-            )
+            walk.refuse(node, "the mask looks up padding at other indices than the keys' own")
         is_own_entry = self.is_key_index(index) and set(following) == {index}
         return KeyDependence("per_key_lookup", dim) if is_own_entry and dim is not None else None
 

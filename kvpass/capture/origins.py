@@ -56,13 +56,13 @@ class OutsideKeys:
     Attributes:
         index, dim: the input's index among the arguments, and the keys' dimension in its shape.
         query_len: q, as a size of the graph.
-        line: the source line of the attention call.
+        line: the source line of the attention call, if it is known.
     """
 
     index: int
     dim: int
     query_len: Any
-    line: str
+    line: str | None
 
 
 class CacheRefused(Exception):
@@ -242,7 +242,7 @@ def outside_keys(call: AttentionCall) -> list[OutsideKeys]:
     """
     count, queries = expr(example_value(call.key).shape[-2]), example_value(call.query).shape[-2]
     sources = dict.fromkeys(source for node in (call.key, call.value) for source in _source_inputs(node))
-    indices, line = {node: i for i, node in enumerate(walk.placeholders(call.node.graph))}, walk.source_line(call.node)
+    indices, line = {node: i for i, node in enumerate(walk.placeholders(call.node.graph))}, walk.known_line(call.node)
     dims = {node: [d for d, size in enumerate(example_value(node).shape) if expr(size) == count] for node in sources}
     found = [OutsideKeys(indices[node], of_node[-1], queries, line) for node, of_node in dims.items() if of_node]
     return [] if count == expr(queries) else found

@@ -9,7 +9,6 @@ import torch
 import torch.fx as fx
 
 from kvpass.capture.canonical import AttentionSite
-from kvpass.errors import UnsupportedGraph
 from kvpass.fx import op_table, propagation, walk
 from kvpass.policies.base import Policy
 from kvpass.torch_private import dynamo
@@ -63,8 +62,7 @@ def required_projection_index(site: AttentionSite, policy: Policy) -> int | None
     """Return the argument index of the weight that projects a site's output, for a policy that reads it."""
     index = output_projection_index(site) if policy.projects else None
     if policy.projects and index is None:
-        raise UnsupportedGraph(
-            f"{walk.source_line(site.call)}: {policy.name!r} weighs tokens by the projection of the output, and "
-            "attention's output is not proven to enter one linear layer, head after head: use policy='ada_kv'"
-        )
+        weighs = f"{policy.name!r} weighs tokens by the projection of the output"
+        unproven = "attention's output is not proven to enter one linear layer, head after head"
+        walk.refuse(site.call, f"{weighs}, and {unproven}: use policy='ada_kv'")
     return index

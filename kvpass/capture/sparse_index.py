@@ -13,7 +13,6 @@ import torch
 import torch.fx as fx
 
 from kvpass.capture.canonical import is_attention
-from kvpass.errors import UnsupportedGraph
 from kvpass.fx import op_table, walk
 from kvpass.fx.op_table import tagged
 from kvpass.fx.shapes import expr
@@ -43,10 +42,8 @@ class SparseIndex:
             UnsupportedGraph: there are more keys than it selects.
         """
         if self.limit is not None and keys > self.limit:
-            raise UnsupportedGraph(
-                f"{walk.source_line(self.topk)}: a sparse index selects {self.limit} of the tokens, and here it would "
-                f"have to select among {keys}; kvpass can only leave it out where it selects all of them"
-            )
+            why = f"a sparse index selects {self.limit} of the tokens, and here it would have to select among {keys}"
+            walk.refuse(self.topk, f"{why}; kvpass can only leave it out where it selects all of them")
 
 
 def sparse_indices(mask: fx.Node | None) -> list[SparseIndex]:

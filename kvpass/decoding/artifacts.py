@@ -170,7 +170,8 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
         _check_model(manifest["model"], model)
         return LoadedLoop(model, manifest, folder, options)
     except KVPassError as error:
-        raise type(error)(f"{os.fspath(path)}: {error}") from error.__cause__
+        error.args = (f"{os.fspath(path)}: {error}",)
+        raise
     except Exception as error:  # whatever a manifest makes of the code that reads it
         raise ArtifactError(
             f"{os.fspath(path)}: its manifest cannot be read ({type(error).__name__}: {error})"

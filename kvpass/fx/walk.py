@@ -7,14 +7,14 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.fx.node import map_arg
 
-from kvpass.errors import KVPassError, UnreadableGraph, UnsupportedGraph
+from kvpass.errors import OUT_OF_MEMORY, KVPassError, UnreadableGraph, UnsupportedGraph
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 
@@ -103,7 +103,7 @@ def move_before(node: fx.Node, needed: fx.Node) -> None:
     """
     behind = ancestors(needed)
     if node in behind:
-        raise UnsupportedGraph(f"{source_line(needed)}: {target_name(needed)!r} depends on {target_name(node)!r}")
+        refuse(needed, f"{target_name(needed)!r} depends on {target_name(node)!r}")
     order = list(node.graph.nodes)
     for later in order[order.index(node) :]:
         if later in behind:
@@ -124,7 +124,17 @@ _FRAME = re.compile(r'\s*File "(.*)", line (\d+)')
 
 
 def source_line(node: fx.Node) -> str:
-    """Return the innermost line outside of kvpass that made a node, as `file:line: code`."""
+    """Return `known_line`, or words for a line that is unknown."""
+    return known_line(node) or "an unknown line"
+
+
+def refuse(node: fx.Node, why: str, kind: type[UnsupportedGraph] = UnsupportedGraph) -> NoReturn:
+    """Raise an error about the line of the model that made a node."""
+    raise kind(why, line=known_line(node))
+
+
+def known_line(node: fx.Node) -> str | None:
+    """Return the innermost line outside of kvpass that made a node, as `file:line: code`; None if it is unknown."""
     trace = (node.meta.get("stack_trace") or node.stack_trace or "").strip().splitlines()
     for index, code in zip(reversed(trace[:-1]), reversed(trace[1:]), strict=True):
         frame = _FRAME.match(index)
@@ -133,7 +143,7 @@ def source_line(node: fx.Node) -> str:
             if file.startswith(_PACKAGE):
                 continue  # Dynamo traces into the handles of caches
             return f"{file}:{line}: {code.strip()}"
-    return "an unknown line"
+    return None
 
 
 @contextlib.contextmanager
@@ -144,17 +154,19 @@ def converting_errors(calls: Iterable[fx.Node]) -> Iterator[None]:
         calls: the graph's attention calls; the message names the source line of the first call.
 
     Raises:
-        UnreadableGraph: any error that is not a KVPassError was raised inside.
+        UnreadableGraph: any error that is neither a KVPassError nor a lack of memory was raised inside.
     """
     try:
         yield
-    except KVPassError:
+    except (KVPassError, *OUT_OF_MEMORY):
         raise
     except Exception as error:
-        line = next((source_line(node) for node in calls), "a graph without attention")
+        first = next(iter(calls), None)
+        where = "" if first else "a graph without attention: "
         raise UnreadableGraph(
-            f"{line}: reading the graph failed with {type(error).__name__}: {error}. The model is spelled in a way "
-            "that kvpass does not know; run it uncompiled, or report that line of code"
+            f"{where}reading the graph failed with {type(error).__name__}: {error}. The model is spelled in a way that "
+            "kvpass does not know; run it uncompiled, or report that line of code",
+            line=known_line(first) if first else None,
         ) from error
 
 

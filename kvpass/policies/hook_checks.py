@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import check_class_attribute, require
-from kvpass.errors import KVPassError, PolicyError
+from kvpass.errors import OUT_OF_MEMORY, KVPassError, PolicyError
 from kvpass.policies.types import Tokens
 from kvpass.torch_private.tensors import is_fake
 
@@ -97,7 +97,7 @@ def _checked(title: str, name: str, hook: Hook) -> Hook:
         before = [] if on_host else _versions(hook_arguments, named)
         try:
             result = hook(policy, *hook_arguments, **named)
-        except (KVPassError, MemoryError, torch.OutOfMemoryError):
+        except (KVPassError, *OUT_OF_MEMORY):
             raise
         except Exception as error:
             why = f"it fails with {type(error).__name__}: {error}"

@@ -22,7 +22,6 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture.canonical import AttentionSite
-from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, propagation, splicing, walk
 from kvpass.fx.shapes import SizeResolver, expr
 from kvpass.fx.splicing import Subgraph
@@ -80,10 +79,8 @@ def cut_computed_keys(
         return None
     tokens = _TokenAxis({expr(example_value(node).shape[2]) for node in (site.grown_key, site.grown_value)}, sizes)
     if not site.length_symbols:
-        raise UnsupportedGraph(
-            f"{walk.source_line(site.call)}: the model's code compares the cache's length with a number, so its "
-            "graph serves only one length; this happens with a sparse index or a window over such a cache"
-        )
+        why = "the model's code compares the cache's length with a number, so its graph serves only one length"
+        walk.refuse(site.call, f"{why}; this happens with a sparse index or a window over such a cache")
     results, stored = [*site.attended, *key_features], [site.grown_key, site.grown_value]
     subgraph = alias.dependents(alias.ancestors_with_writes(results, stored, site.call), stored) - set(stored)
     for node in subgraph:
@@ -125,20 +122,15 @@ def _check_per_token(node: fx.Node, tokens: _TokenAxis) -> None:
     """Raise UnsupportedGraph for a node that may mix tokens, or computes with their number."""
     counts = [] if walk.is_size(node) else filter(tokens.counts, node.all_input_nodes)
     if not all(op_table.uses_only_as_size(node, each) for each in counts):
-        raise UnsupportedGraph(
-            f"{walk.source_line(node)}: keys or values are computed from the number of keys, which is different "
-            "on slots"
-        )
+        walk.refuse(node, "keys or values are computed from the number of keys, which is different on slots")
     if not isinstance(example_value(node), torch.Tensor):
         return  # a size, or a tuple whose items are checked
     axis = tokens.axis(node)
     parents = [p for p in node.all_input_nodes if tokens.has(p)]
     alike = op_table.has_tag(node, "creates") or all(_propagate_dim(node, p, tokens.axis(p)) == axis for p in parents)
     if axis is None or not alike:
-        raise UnsupportedGraph(
-            f"{walk.source_line(node)}: keys or values are computed from the cache by {walk.target_name(node)!r}, "
-            "which may mix tokens, so it cannot be evaluated for one slot"
-        )
+        by = f"keys or values are computed from the cache by {walk.target_name(node)!r}"
+        walk.refuse(node, f"{by}, which may mix tokens, so it cannot be evaluated for one slot")
 
 
 def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
@@ -156,10 +148,8 @@ def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
             parents = [parent for parent in node.all_input_nodes if parent in rows]
             rows[node] = propagation.common_dim(_propagate_dim(node, parent, rows[parent]) for parent in parents)
             if rows[node] is None:
-                raise UnsupportedGraph(
-                    f"{walk.source_line(node)}: keys or values are computed from the cache by "
-                    f"{walk.target_name(node)!r}, which may mix the rows of a batch"
-                )
+                by = f"keys or values are computed from the cache by {walk.target_name(node)!r}"
+                walk.refuse(node, f"{by}, which may mix the rows of a batch")
 
 
 def _propagate_dim(node: fx.Node, parent: fx.Node, axis: int | None) -> int | None:

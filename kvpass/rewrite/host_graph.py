@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, splicing, walk
 from kvpass.rewrite.context import StepContext
 
@@ -42,8 +41,6 @@ def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[
         return
     writers = sorted(filter(alias.writes, needed))  # a value may read the cache through a write to its memory alone
     first = next(node for node in (*wanted, *writers) if not pasts.isdisjoint(walk.ancestors(node)))
-    raise UnsupportedGraph(
-        f"{walk.source_line(first)}: {walk.target_name(first)!r} reads all tokens in the cache, as attention "
-        "probabilities and checks of the cache do, and slots do not hold every token: leave that out "
-        "(output_attentions), or run the model uncompiled"
-    )
+    reads = "reads all tokens in the cache, as attention probabilities and checks of the cache do"
+    why = f"{walk.target_name(first)!r} {reads}, and slots do not hold every token"
+    walk.refuse(first, f"{why}: leave that out (output_attentions), or run the model uncompiled")

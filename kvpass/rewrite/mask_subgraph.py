@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -184,10 +184,9 @@ def check_not_overwritten(
     """
     for writer in (alias.overwriting_node(moved, alias_sets), alias.overwriting_node(behind, alias_sets, result)):
         if writer is not None:
-            raise UnsupportedGraph(
-                f"{walk.source_line(writer)}: {walk.target_name(writer)!r} writes in place to what an attention mask "
-                "or a rotary embedding is computed from, so the computation cannot be moved onto slots"
-            )
+            read = "what an attention mask or a rotary embedding is computed from"
+            writes = f"{walk.target_name(writer)!r} writes in place to {read}"
+            walk.refuse(writer, f"{writes}, so the computation cannot be moved onto slots")
 
 
 class _KeyCutter:
@@ -234,7 +233,7 @@ class _KeyCutter:
         self.graph.output(self.copy(mask))
         axis = self.axes.follow(mask).axis
         if axis is not None and axis != example_value(mask).ndim - 1:
-            self._refuse(mask, "the keys are not the mask's last dimension")
+            walk.refuse(mask, "the keys are not the mask's last dimension")
         inputs = [*self.padding, *(entry.node for entry in self.entries), *self.key_features, *self.bound]
         splicing.put_first(self.graph, [*self.roots, *(self.env[node] for node in inputs)])
         return Subgraph(fx.GraphModule(self.step_gm, self.graph), tuple(self.bound))
@@ -260,7 +259,7 @@ class _KeyCutter:
         if axis_fact.dependence == "needs_all_tokens":
             return self._precompute(node, axis_fact.axis)
         if axis_fact.dependence == "padded":
-            return self._refuse(node, "a padded tensor is not indexed by the key index")
+            return walk.refuse(node, "a padded tensor is not indexed by the key index")
         return self._copy_sliced(node, by_own_index=axis_fact.dependence == "per_key_lookup")
 
     def _counts_keys(self, size: Any) -> bool:
@@ -280,12 +279,12 @@ class _KeyCutter:
             return 1
         fixed = None if self.sizes.grows(size) else self.sizes.resolved_size(size)
         if not isinstance(fixed, int):
-            self._refuse(node, "the mask depends on a shape that is not a number")
+            walk.refuse(node, "the mask depends on a shape that is not a number")
         return fixed
 
     def _number_or_bound(self, node: fx.Node) -> Any:
         if self.sizes.grows(node):
-            self._refuse(node, f"the mask uses the cache's length as a size, {example_value(node)}")
+            walk.refuse(node, f"the mask uses the cache's length as a size, {example_value(node)}")
         number = self.sizes.resolved_size(node)
         return number if isinstance(number, int) else self._bind(node)
 
@@ -306,27 +305,24 @@ class _KeyCutter:
 
     def _fixed_size(self, node: fx.Node, size: Any) -> Any:
         if self.sizes.grows(size):
-            self._refuse(node, "a tensor grows with the cache along more than one dimension")
+            walk.refuse(node, "a tensor grows with the cache along more than one dimension")
         return self.sizes.resolved_size(size)
 
     def _precompute(self, node: fx.Node, axis: int | None) -> fx.Node:
         """Precompute a node on the host, from the arguments of the call."""
         if node.op == "placeholder":
-            self._refuse(node, f"the mask is computed from {node.name!r}, which grows without an entry for each token")
+            walk.refuse(node, f"the mask is computed from {node.name!r}, which grows without an entry for each token")
         problem = f"the attention mask is computed by {walk.target_name(node)!r}, not proven to treat keys one by one"
         if node in self.on_features:
-            self._refuse(node, f"{problem}, from cached vectors")
+            walk.refuse(node, f"{problem}, from cached vectors")
         if axis is not None:
             if self.context.window is not None:
-                self._refuse(node, f"{problem}, in a layer that stores its last tokens only")
+                walk.refuse(node, f"{problem}, in a layer that stores its last tokens only")
             return self._entry(node, axis)
         if self.sizes.growing_dims(example_value(node)) or self.context.window is not None:
-            self._refuse(node, problem)
+            walk.refuse(node, problem)
         self.host_inputs.append(node)
         return self._bind(node)
-
-    def _refuse(self, node: fx.Node, why: str) -> NoReturn:
-        raise UnsupportedGraph(f"{walk.source_line(node)}: {why}")
 
     def _copy_sliced(self, node: fx.Node, by_own_index: bool) -> fx.Node:
         base, is_item = node.args[0], walk.target_name(node) == "getitem"
@@ -334,7 +330,7 @@ class _KeyCutter:
             return self._padded_lookup(node)
         for parent in node.all_input_nodes:
             if self._has_key_count(parent) and not op_table.uses_only_as_size(node, parent):
-                self._refuse(node, "a mask is computed from the number of keys, which is different on slots")
+                walk.refuse(node, "a mask is computed from the number of keys, which is different on slots")
             self.copy(parent)
         env = dict(self.env)
         if by_own_index:  # the copy of the tensor has one entry
@@ -352,11 +348,11 @@ class _KeyCutter:
         arguments = op_table.named_arguments(base)  # type: ignore[arg-type]
         x, fill = arguments["input"], arguments.get("value")
         if arguments.get("mode", "constant") != "constant" or not isinstance(fill, (int, float, type(None))):
-            self._refuse(node, "a tensor is padded with a value that is not a number")
+            walk.refuse(node, "a tensor is padded with a value that is not a number")
         if not isinstance(indices, tuple) or len(indices) != example_value(x).ndim or not walk.is_tensor(indices[-1]):
-            self._refuse(node, "a padded tensor is not indexed by the key index")
+            walk.refuse(node, "a padded tensor is not indexed by the key index")
         if [*arguments["pad"][:1]] != [0] or any(arguments["pad"][2:]):
-            self._refuse(node, "a tensor is not padded at its end")
+            walk.refuse(node, "a tensor is not padded at its end")
         *other_indices, last = (self.copy(p) if isinstance(p, fx.Node) else p for p in indices)
         count = self.sizes.resolved_size(example_value(x).shape[-1])
         end = count - 1

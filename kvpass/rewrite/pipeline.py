@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -153,7 +152,13 @@ def rewrite_step(
     """
     for each in passes:
         start = time.perf_counter()
-        record = _with_line(each, step)
+        try:
+            record = each(step)
+        except UnsupportedGraph as refusal:
+            if refusal.line is None:
+                first = step.sites[0].call
+                refusal.line, refusal.args = walk.known_line(first), (f"{walk.source_line(first)}: {refusal}",)
+            raise
         record.name, record.milliseconds = each.__name__, 1000 * (time.perf_counter() - start)
         watch(record, step.graph)
         step.records.append(record)
@@ -161,28 +166,13 @@ def rewrite_step(
     return _result(step)
 
 
-def _with_line(each: Pass, step: StepContext) -> PassRecord:
-    """Run a pass; a refusal without a line of the user's code gets the line of the first attention call."""
-    try:
-        return each(step)
-    except UnsupportedGraph as refusal:
-        if _LINE.search(str(refusal)):
-            raise
-        raise type(refusal)(f"{step.line()}: {refusal}") from refusal
-
-
-_LINE = re.compile(r"\.py:\d+")
-
-
 def _loose_inputs(step: StepContext, inputs: Sequence[int]) -> set[int]:
     """Return the inputs whose strides may change, or refuse a graph that writes to one of them."""
     result = {index for index in inputs if has_loose_strides(walk.example_value(step.placeholders[index]))}
     writers = alias.writers_to({step.placeholders[index] for index in result})
     if writers:
-        raise UnsupportedGraph(
-            f"{walk.source_line(writers[0])}: writes in place to an input whose sizes change from call to call; "
-            "a step gets a copy of it, so return the new values instead"
-        )
+        why = "writes in place to an input whose sizes change from call to call; a step gets a copy of it"
+        walk.refuse(writers[0], f"{why}, so return the new values instead")
     return result
 
 

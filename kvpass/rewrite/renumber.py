@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
-from kvpass.errors import UnsupportedGraph
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import ancestors, example_value, is_tensor, target_name
 from kvpass.policies.budgets import window_starts
@@ -62,10 +61,11 @@ def find_readers(
     tables = [n for n in lookups if not _holds_words(gm, n)] or ([] if rotated else lookups)
     found = [_reader(n, _index(n), sites) for n in tables if _counts(_index(n), argument_of, fits)]
     if not found and not rotated:
-        raise UnsupportedGraph(
-            f"{walk.source_line(sites[0].call)}: this policy renumbers positions, and no operation can be shown "
-            "to read them: no rotary embedding, and no lookup whose index counts tokens; let the model make its own "
-            "position ids, or choose a policy that does not renumber"
+        walk.refuse(
+            sites[0].call,
+            "this policy renumbers positions, and no operation can be shown to read them: no rotary embedding, and no "
+            "lookup whose index counts tokens; let the model make its own position ids, or choose a policy that does "
+            "not renumber",
         )
     return [*found, *rotated]
 

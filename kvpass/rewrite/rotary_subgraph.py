@@ -18,7 +18,6 @@ from torch import Tensor
 from kvpass.cache.layer_cache import PROBED
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import Rotary, find_rotary, tables_at
-from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, splicing, walk
 from kvpass.fx.precision import upcast
 from kvpass.fx.shapes import SizeResolver, expr
@@ -318,10 +317,7 @@ def _cut_rotary(
 ) -> RotarySubgraph:
     def resolve(node: fx.Node) -> Any:
         if sizes.grows(node):
-            line = walk.source_line(node)
-            raise UnsupportedGraph(
-                f"{line}: the rotary embedding uses the cache's length, {example_value(node)}, as a size"
-            )
+            walk.refuse(node, f"the rotary embedding uses the cache's length, {example_value(node)}, as a size")
         return sizes.resolved_size(node)
 
     subgraph = alias.ancestors_with_writes([site.key], {rotary.raw}, alias_sets=alias_sets)

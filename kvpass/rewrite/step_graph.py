@@ -133,17 +133,12 @@ class StepGraph:
         """Return the placeholder of one tensor of a layer, by its name in `Slots.names`."""
         return self.slot_inputs[layer][self.slots[layer].names.index(name)]
 
-    def line(self, layer: int = 0) -> str:
-        """Return the line of the user's source at which a layer attends."""
-        return walk.source_line(self.sites[layer].call)
-
     def refuse_growth(self, node: fx.Node) -> None:
         """Raise UnsupportedGraph: a node depends on the cache's length in a way that kvpass cannot express."""
         found = example_value(node) if walk.is_size(node) else "a tensor that grows with it"
-        raise UnsupportedGraph(
-            f"{walk.source_line(node)}: {walk.target_name(node)!r} still depends on the length of the cache ({found}); "
-            "kvpass supports this only in attention masks, rotary embeddings and position arithmetic"
-        )
+        depends = f"{walk.target_name(node)!r} still depends on the length of the cache ({found})"
+        supported = "kvpass supports this only in attention masks, rotary embeddings and position arithmetic"
+        walk.refuse(node, f"{depends}; {supported}")
 
     def shape(self, node: fx.Node) -> tuple[Any, ...]:
         """Return the shape of a node's tensor in this call; it must not grow."""

@@ -197,11 +197,10 @@ class StepVerifier:
         for site, cache in zip(self._sites, caches, strict=True):
             if site.window != cache.window:
                 here, before = ("all" if n is None else f"the last {n}" for n in (site.window, cache.window))
-                raise UnsupportedGraph(
-                    f"{walk.source_line(site.call)}: this call stores {here} of the layer's tokens, and the prompt "
-                    f"stored {before}: let every call cut the cache by the same subscript, as k[:, :, -n:], or leave "
-                    "the cache whole and hide old tokens in the attention mask"
-                )
+                why = f"this call stores {here} of the layer's tokens, and the prompt stored {before}"
+                cut = "let every call cut the cache by the same subscript, as k[:, :, -n:]"
+                whole = "leave the cache whole and hide old tokens in the attention mask"
+                walk.refuse(site.call, f"{why}: {cut}, or {whole}")
 
     def check_positions(self, cache: LayerCache, arguments: tuple[Any, ...], valid: Callable[[], Tensor]) -> None:
         """Check that the position ids count the real tokens, if the layers use cache positions.
@@ -235,7 +234,7 @@ class StepVerifier:
         if rotated is cache.rotated_key or rotated is cache.equal_rotated_key:
             return
         if rotated is None or not _are_equal_rotations(rotated, cache.rotated_key, cache.layout.dtype):
-            raise UnsupportedGraph(f"{walk.source_line(self._sites[0].call)}: {OTHER_ANGLES}")
+            walk.refuse(self._sites[0].call, OTHER_ANGLES)
         cache.equal_rotated_key = rotated  # compared with the prompt's, because small differences would add up
 
 

@@ -76,14 +76,16 @@ class GrowthCheck:
         return shapes.number(each.query_len, known)
 
     def _report(self, each: OutsideKeys) -> None:
-        message = (
-            f"{each.line}: the keys or values of this attention call come from outside of the graph and grow with each "
-            "call: a graph break, or a function that runs uncompiled, stands between the update of the cache and "
-            "attention; find it with TORCH_LOGS=graph_breaks"
+        advice = ", or pass strict=False to let such a cache grow" if self.strict else ""
+        refusal = UnsupportedGraph(
+            "the keys or values of this attention call come from outside of the graph and grow with each call: a graph "
+            "break, or a function that runs uncompiled, stands between the update of the cache and attention; find it "
+            f"with TORCH_LOGS=graph_breaks{advice}",
+            line=each.line,
         )
         if self.strict:
-            raise UnsupportedGraph(f"{message}, or pass strict=False to let such a cache grow")
-        warnings.warn(f"kvpass leaves a graph unchanged, and its caches grow: {message}", KVPassWarning, stacklevel=3)
+            raise refusal
+        warnings.warn(f"kvpass leaves a graph unchanged, and its caches grow: {refusal}", KVPassWarning, stacklevel=3)
         self.outside.clear()
 
 

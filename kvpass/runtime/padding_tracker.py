@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.padding_analysis import padding_inputs_of_sites
-from kvpass.errors import CacheHandleError, UnsupportedGraph
+from kvpass.errors import CacheHandleError
 from kvpass.fx import walk
 from kvpass.policies.ranking import INT64_MAX
 from kvpass.rewrite.pipeline import new_columns
@@ -63,7 +63,7 @@ class PaddingTracker:
         """
         for site, cache, nodes in zip(self._sites, caches, self.inputs, strict=True):
             if cache.absent.shape[1] and not nodes:
-                raise UnsupportedGraph(f"{walk.source_line(site.call)}: {HIDDEN_BEFORE}")
+                walk.refuse(site.call, HIDDEN_BEFORE)
 
     def unchanged_inputs(self, caches: list[LayerCache], arguments: tuple[Any, ...], query_len: int) -> frozenset[int]:
         """Return the argument indices of the padding inputs that agree with their earlier values for all cached tokens.

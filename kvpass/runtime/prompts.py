@@ -18,7 +18,7 @@ from kvpass.capture import projections, sparse_index
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.capture.capture import Capture
 from kvpass.capture.padding_analysis import padding_inputs_of_sites
-from kvpass.errors import PolicyError, UnsupportedGraph
+from kvpass.errors import PolicyError
 from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.shapes import SizeResolver
 from kvpass.lowering.attention_statistics import StatisticsOperands, as_attention
@@ -89,15 +89,11 @@ def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionS
     }
     for reason, holds in refusals.items():
         if adopts and holds:
-            raise UnsupportedGraph(
-                f"{walk.source_line(sites[0].call)}: {reason}, and this prompt ran uncompiled; run it through the "
-                "compiled model"
-            )
+            why = f"{reason}, and this prompt ran uncompiled; run it through the compiled model"
+            walk.refuse(sites[0].call, why)
     if sliding is not None and policy.renumbers:
-        raise UnsupportedGraph(
-            f"{walk.source_line(sliding.call)}: {policy.name} numbers the tokens of all layers alike, and this layer "
-            "has its own sliding window"
-        )
+        why = f"{policy.name} numbers the tokens of all layers alike, and this layer has its own sliding window"
+        walk.refuse(sliding.call, why)
 
 
 def policies_by_layer(policy: Policy, layers: int) -> list[Policy]:

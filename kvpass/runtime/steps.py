@@ -76,11 +76,11 @@ class StepRunner(StepExecutor):
                 return self._run(arguments)
             except UnsupportedGraph as refusal:
                 tokens = arguments[self.pasts[0][0]].length + self.query_len(arguments)
-                if wrong := describe_wrong_mask(self.canonical_gm, self.sites, arguments, tokens):
-                    raise type(refusal)(f"{wrong}. With this mask: {refusal}") from None
                 handles = [arguments[key] for key, _ in self.pasts]
-                if not self.sizes.counters and any(x.cache.stored_tokens < x.length for x in handles):
-                    raise type(refusal)(f"{refusal}. {CONSTANT_COUNT}") from None
+                if wrong := describe_wrong_mask(self.canonical_gm, self.sites, arguments, tokens):
+                    refusal.args = (f"{wrong}. With this mask: {refusal}",)
+                elif not self.sizes.counters and any(x.cache.stored_tokens < x.length for x in handles):
+                    refusal.args = (f"{refusal}. {CONSTANT_COUNT}",)
                 raise
 
     def _run(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -91,7 +91,7 @@ class StepRunner(StepExecutor):
         arguments = self.as_traced(arguments)
         query_len = self.query_len(arguments)
         if not query_len:
-            raise UnsupportedGraph(f"{walk.source_line(self.sites[0].call)}: a call without new tokens on a cache")
+            walk.refuse(self.sites[0].call, "a call without new tokens on a cache")
         grow_for(caches, query_len)
         for cache, pins in self._caches_with_pins(caches):
             pins.check(cache.layout.policy, cache.layout.batch, query_len)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 import torch.fx as fx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpass.errors import OUT_OF_MEMORY, UnreadableGraph
 from kvpass.fx import walk
 
 OPERANDS = st.lists(st.lists(st.integers(0, 30), max_size=3), min_size=1, max_size=12)
@@ -74,3 +76,25 @@ def test_the_line_of_a_node_is_found_whatever_its_path_says() -> None:
     (node,) = graph_of([])
     node.meta["stack_trace"] = '  File "/home/me/pipeline code/line 2.py", line 17, in forward\n    return x + 1\n'
     assert walk.source_line(node) == "/home/me/pipeline code/line 2.py:17: return x + 1"
+
+
+def test_an_unexpected_error_becomes_a_refusal_of_the_first_line() -> None:
+    first, second = graph_of([[0]])
+    first.meta["stack_trace"] = '  File "model.py", line 7, in forward\n    return x + 1\n'
+    with (
+        pytest.raises(UnreadableGraph, match=r"KeyError: 'x'.*run it uncompiled") as known,
+        walk.converting_errors([first]),
+    ):
+        raise KeyError("x")
+    assert known.value.line == "model.py:7: return x + 1"
+    assert str(known.value) == f"{known.value.line}: {known.value.reason}"
+    for calls in ([], [second]):
+        with pytest.raises(UnreadableGraph, match="reading the graph failed") as unknown, walk.converting_errors(calls):
+            raise KeyError("x")
+        assert unknown.value.line is None
+
+
+@pytest.mark.parametrize("kind", OUT_OF_MEMORY)
+def test_a_lack_of_memory_is_no_refusal(kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="no memory left"), walk.converting_errors(graph_of([])):
+        raise kind("no memory left")

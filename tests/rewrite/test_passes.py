@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx as fx
 
 import kvpass
 from docs.passes import Model, page, report
@@ -323,12 +324,16 @@ def test_programs_are_not_kept_otherwise() -> None:
     assert found.passes
 
 
-@pytest.mark.parametrize("said", ["the length is odd", "model.py:7: the length is odd"])
-def test_a_refusal_of_a_pass_names_a_line(said: str) -> None:
+@pytest.mark.parametrize("line", [None, "model.py:7: return x"])
+def test_a_refusal_of_a_pass_names_a_line(line: str | None) -> None:
     def odd(step: StepContext) -> PassRecord:
-        raise kvpass.UnsupportedGraph(said)
+        raise kvpass.ShardingError("the length is odd", line=line)
 
-    step: Any = types.SimpleNamespace(line=lambda: "attention.py:3: sdpa(q, k, v)")
-    with pytest.raises(kvpass.UnsupportedGraph, match="the length is odd") as refused:
+    call = fx.Graph().placeholder("call")
+    call.meta["stack_trace"] = '  File "attention.py", line 3, in forward\n    sdpa(q, k, v)\n'
+    step: Any = types.SimpleNamespace(sites=[types.SimpleNamespace(call=call)])
+    with pytest.raises(kvpass.ShardingError, match="the length is odd") as refused:
         rewrite_step(step, [odd])
-    assert str(refused.value) == (said if ".py" in said else f"attention.py:3: sdpa(q, k, v): {said}")
+    assert refused.value.line == (line or "attention.py:3: sdpa(q, k, v)")
+    assert refused.value.reason == "the length is odd"
+    assert str(refused.value) == f"{refused.value.line}: the length is odd"

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 import kvpass
 from kvpass.capture import capture, decomposed_attention
 from kvpass.capture.rotary import Rotary
+from kvpass.errors import OUT_OF_MEMORY
 from kvpass.policies import Policy
 from kvpass.policies.buzz import Buzz
 from kvpass.policies.sage import Sage
@@ -257,3 +258,13 @@ def test_a_failure_of_validation_itself_is_noted_and_refuses_nothing(monkeypatch
         run(Traced(build("Llama", layers=1)), recorder, policy="h2o", budget=12)
     assert notes(recorder)
     assert all("not possible: " in note and "RuntimeError: no such size" in note for note in notes(recorder))
+
+
+@pytest.mark.parametrize("kind", OUT_OF_MEMORY)
+def test_a_lack_of_memory_ends_a_validation(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise kind("no memory left")
+
+    monkeypatch.setattr(lockstep, "attend_exactly", fails)
+    with pytest.raises(kind, match="no memory left"):
+        run(Traced(build("Llama", layers=1)), policy="h2o", budget=12)

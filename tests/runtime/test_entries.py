@@ -775,14 +775,16 @@ def test_attention_masks_of_the_new_tokens_alone_are_named() -> None:
 
 def test_a_refusal_keeps_its_class_where_the_mask_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(runner: StepRunner, arguments: object) -> None:
-        raise UnreadableGraph("no rewrite")
+        raise UnreadableGraph("no rewrite", line="model.py:7: return x")
 
     model, (ids, mask) = kvpass.compile(tiny(), **POLICY), prompt(2, 9, (2, 0))
     monkeypatch.setattr(StepRunner, "_run", fail)
     with torch.no_grad():
         cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
-        with pytest.raises(UnreadableGraph, match=r"has 1 columns, but needs 10.* With this mask: no rewrite"):
+        expected = r"has 1 columns, but needs 10.* With this mask: model\.py:7: return x: no rewrite"
+        with pytest.raises(UnreadableGraph, match=expected) as refused:
             model(ids[:, :1], attention_mask=mask[:, -1:], past_key_values=cache)
+    assert (refused.value.line, refused.value.reason) == ("model.py:7: return x", "no rewrite")
 
 
 @pytest.mark.few(1)

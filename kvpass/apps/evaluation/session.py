@@ -124,7 +124,8 @@ class Session:
         """
         ring = [token for text in self.texts.values() for token in text]
         if not ring:
-            raise KVPassError("a text of 0 tokens is too short to make prompts of; give a longer text")
+            names = ", ".join(self.texts)
+            raise KVPassError(f"a text of 0 tokens is too short to measure anything: {names}; give a longer text")
         start %= len(ring)
         rounds = -(-(start + count) // len(ring))
         return (ring * rounds)[start : start + count]
@@ -240,14 +241,9 @@ def unless_refused(action: Callable[[], T]) -> T | KVPassError:
     try:
         return action()
     except Exception as error:
-        refusals = [reason for reason in _reasons(error) if isinstance(reason, KVPassError)]
-        if not refusals:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, KVPassError):
+            reason = getattr(reason, "inner_exception", None) or reason.__cause__
+        if reason is None:
             raise
-        return refusals[0]
-
-
-def _reasons(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes; Dynamo wraps what a backend raises."""
-    while error is not None:
-        yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__
+        return reason

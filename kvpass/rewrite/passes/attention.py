@@ -25,7 +25,6 @@ from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
 from kvpass.cache.step import decode_step, read_step
 from kvpass.capture.canonical import AttentionSite
-from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.walk import example_value
 from kvpass.lowering.attend import Rope, RotaryPairs
@@ -170,10 +169,8 @@ def _check_classes(site: AttentionSite, layout: Layout, mask: MaskOnSlots | None
     }
     for reason, holds in why.items():
         if holds:
-            raise UnsupportedGraph(
-                f"{walk.source_line(site.call)}: {reason}, and {layout.policy.name!r} stores heads by their budgets; "
-                "use a policy with equal budgets, such as 'snapkv'"
-            )
+            stored = f"{reason}, and {layout.policy.name!r} stores heads by their budgets"
+            walk.refuse(site.call, f"{stored}; use a policy with equal budgets, such as 'snapkv'")
 
 
 _OWN_CAPACITY = sympy.Symbol("layers_capacity")

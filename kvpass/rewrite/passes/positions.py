@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any, NoReturn
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -174,9 +174,7 @@ class _LengthArithmetic:
             return
         dtype = example_value(node).dtype
         if count != 1 and not op_table.counts_exactly(dtype):
-            raise UnsupportedGraph(
-                f"{walk.source_line(node)}: positions are counted in {dtype}, which rounds them: count them in int64"
-            )
+            walk.refuse(node, f"positions are counted in {dtype}, which rounds them: count them in int64")
         with self.graph.inserting_before(node):
             steps = self.graph.call_function(
                 torch.arange, (self.number(self.sizes.resolved_part(count)),), {**node.kwargs, "dtype": torch.int64}
@@ -217,13 +215,11 @@ def rank_positions(step: StepContext) -> PassRecord:
 
 
 def _rotary(step: StepContext, layer: int, alias_sets: alias.AliasSets) -> Rotary:
-    rotary = find_rotary(step.sites[layer])
+    rotary, call = find_rotary(step.sites[layer]), step.sites[layer].call
     if rotary is None:
-        raise UnsupportedGraph(
-            f"{step.line(layer)}: the keys have a rotary embedding in the prompt, but not in this step"
-        )
+        walk.refuse(call, "the keys have a rotary embedding in the prompt, but not in this step")
     if not rotates_each_token_alone(rotary, step.sites[layer], alias_sets):
-        _refuse(step, layer, KEY_ROTATED_BY_OTHERS)
+        walk.refuse(call, f"{KEY_ROTATED_BY_OTHERS}; use positions='absolute'")
     return rotary
 
 
@@ -231,12 +227,8 @@ def _positions(step: StepContext, layer: int, rotary: Rotary) -> list[fx.Node]:
     """Return the positions that rotate the layer's key and query."""
     positions = positions_of(rotary, step.sites[layer])
     if not positions:
-        _refuse(step, layer, QUERY_ROTATED_BY_OTHERS)
+        walk.refuse(step.sites[layer].call, f"{QUERY_ROTATED_BY_OTHERS}; use positions='absolute'")
     return positions
-
-
-def _refuse(step: StepContext, layer: int, why: str) -> NoReturn:
-    raise UnsupportedGraph(f"{step.line(layer)}: {why}; use positions='absolute'")
 
 
 def _rank_of_first(step: StepContext) -> fx.Node:
@@ -257,7 +249,7 @@ def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> N
     along = shapes.token_dim(shape, query_len)
     padded = bool(step.padding_inputs.by_layer[0])
     if rows > 1 and padded and not _may_differ_by_row(step, position):
-        _refuse(step, 0, ROWS_SHARE_POSITIONS)
+        walk.refuse(step.sites[0].call, f"{ROWS_SHARE_POSITIONS}; use positions='absolute'")
     users = _rotating_users(step, position)
     valid = [step.inputs.valid(0)] if padded and not step.decodes else []  # padding has no rank
 
@@ -291,7 +283,7 @@ def _rotating_users(step: StepContext, position: fx.Node) -> list[fx.Node]:
     rotating = {node for site in sites for node in walk.ancestors(site.query, calls)}
     users = [user for user in step.graph.nodes if user in position.users]
     if any(user in masks and user in rotating for user in users):
-        _refuse(step, 0, BOTH_WAYS)
+        walk.refuse(step.sites[0].call, f"{BOTH_WAYS}; use positions='absolute'")
     return [user for user in users if user not in masks]
 
 

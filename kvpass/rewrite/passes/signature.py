@@ -23,7 +23,6 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, shapes, splicing, walk
 from kvpass.fx.walk import example_value
 from kvpass.rewrite.context import Outputs, PassRecord, PolicyWeights, StepContext
@@ -63,9 +62,8 @@ def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor
     if all(isinstance(size, int) for size in shape):
         return tensor
     if not tensor.is_contiguous():
-        raise UnsupportedGraph(
-            f"{step.line(0)}: slots that are not contiguous serve only one number of rows and one capacity"
-        )
+        why = "slots that are not contiguous serve only one number of rows and one capacity"
+        walk.refuse(step.sites[0].call, why)
     return step.empty_of_shape(tuple(shape), tensor.dtype)
 
 

@@ -10,6 +10,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.fx.node import map_arg
 
+from kvpass.errors import OUT_OF_MEMORY
 from kvpass.fx import alias, walk
 from kvpass.lowering.float32_products import InFloat32
 from kvpass.torch_private import operators
@@ -89,7 +90,7 @@ class GraphRun(fx.Interpreter):
         args, kwargs = map_arg((node.args, node.kwargs), self.load)
         try:
             return getattr(self, node.op)(node.target, args, kwargs)
-        except (torch.OutOfMemoryError, MemoryError):  # says nothing about the graph
+        except OUT_OF_MEMORY:
             raise
         except Exception as error:
             raise DoesNotRun(f"{node.name!r} fails with {type(error).__name__}: {error}") from error

@@ -20,9 +20,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture.canonical import ATTENTION, AttentionSite
-from kvpass.errors import KVPassError, UnsupportedGraph
+from kvpass.errors import OUT_OF_MEMORY, KVPassError
 from kvpass.fx import op_table, walk
-from kvpass.fx.walk import example_value, source_line
+from kvpass.fx.walk import example_value, refuse
 from kvpass.rewrite.validation.expected import ExactAttention, attend_exactly, equal_up_to_rounding, in_result_dtype
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
 from kvpass.torch_private import dynamo
@@ -245,10 +245,9 @@ class Lockstep:
 
     def refuse(self, site: AttentionSite, problem: str) -> NoReturn:
         """Raise UnsupportedGraph: the graphs differ at an attention call."""
-        raise UnsupportedGraph(
-            f"{source_line(site.call)}: the rewritten graph is not the model's: {self.label} {problem}; kvpass "
-            "misread the model's graph, so it refuses to run it on a bounded cache; please report this bug"
-        )
+        differs = f"the rewritten graph is not the model's: {self.label} {problem}"
+        misread = "kvpass misread the model's graph, so it refuses to run it on a bounded cache; please report this bug"
+        refuse(site.call, f"{differs}; {misread}")
 
 
 def _in_model(node: fx.Node) -> str:
@@ -323,7 +322,7 @@ def _compare_each(
             if (call := next(remaining, None)) is None:
                 return
             compare(call, one_of_each)
-        except KVPassError:
+        except (KVPassError, *OUT_OF_MEMORY):
             raise
         except NotComparable as error:
             failure = str(error)

@@ -173,6 +173,16 @@ def test_a_run_that_measures_nothing_says_so(
     assert "nothing was measured, because every case is refused; the first one: inner='nope'" in capsys.readouterr().err
 
 
+def test_an_empty_text_is_refused_by_its_name(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "empty.txt"
+    text.touch()
+    arguments = ["eval", "--model", str(checkpoint), "--text", str(text), "--measure", "needle", "--policy", "h2o"]
+    assert cli.main([*arguments, "--budget", "32", "--inner", "eager", "--out", str(tmp_path / "out")]) == 2
+    assert f"a text of 0 tokens is too short to measure anything: {text}" in capsys.readouterr().err
+
+
 def test_an_unknown_policy_is_refused_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
