@@ -64,7 +64,7 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
     )
     return dict(
         stores_unrotated_keys=graph.stores_unrotated_keys,
-        sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=s.computed) for s in graph.sites],
+        sites=[vars(site) for site in graph.sites],
         results=[
             dict(key=o.key, value=o.value, valid_output=o.valid_output, statistics=o.statistics)
             for o in graph.rewrite.outputs
@@ -97,10 +97,8 @@ class ExportedStep(StepExecutor):
         self, backend: BackendBase, entry: Mapping[str, Any], runs: Mapping[bool, tuple[Mapping[str, Any], Any]]
     ) -> None:
         """Take an entry of `step_entry`; `runs` has entries of variants and their code, by whether they compact."""
-        padding_inputs = [tuple(each) for each in entry["padding_inputs"]]
-        padding = PaddingTracker(padding_inputs, {index: index for each in padding_inputs for index in each})
-        sites = [SiteFacts(-1, -1, False) for _ in padding_inputs]
-        super().__init__(backend, sites, entry["counters"], padding)
+        padding = PaddingTracker([tuple(indices) for indices in entry["padding_inputs"]])
+        super().__init__(backend, [SiteFacts(**site) for site in entry["sites"]], entry["counters"], padding)
         self.max_length, self.layouts, self._ids_index = entry["max_length"], entry["layouts"], entry["ids"]
         self.variants_by_compact = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}
 
@@ -180,7 +178,8 @@ def check_layouts(caches: Sequence[LayerCache]) -> None:
 def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[str, Any]:
     """Return an artifact's entry for a step graph that has run; `ids_index` is the index of the token ids."""
     return dict(
-        padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
+        sites=[vars(site.facts) for site in runner.sites],
+        padding_inputs=list(runner.padding.inputs),
         counters=list(runner.counters),
         max_length=result.length_before + _largest(runner.holds_after(result), MOST_TOKENS - result.length_before),
         ids=ids_index,

@@ -37,19 +37,23 @@ class StepCase:
         dynamo_gm: the model's own graph.
         context, rewrite: the context that the passes shared, and the result.
         pasts: for each layer, the indices of its keys and values among the arguments.
-        padding_inputs: the inputs that mark padding, and their indices.
     """
 
     dynamo_gm: fx.GraphModule
     context: StepContext
     rewrite: StepRewrite
     pasts: Sequence[tuple[int, int]]
-    padding_inputs: dict[fx.Node, int]
 
     @property
     def call(self) -> StepRewriteInput:
         """The current call on the canonical graph; nothing writes to its slots."""
         return self.context.call
+
+    @functools.cached_property
+    def padding_inputs(self) -> dict[fx.Node, int]:
+        """The inputs that mark padding, and their indices."""
+        placeholders = walk.placeholders(self.call.canonical_gm.graph)
+        return {node: placeholders.index(node) for nodes in self.call.padding_inputs.by_layer for node in nodes}
 
     @functools.cached_property
     def written_inputs(self) -> frozenset[int]:
@@ -187,9 +191,8 @@ class Conversation:
         for i, argument in enumerate(arguments):
             if i not in padding_inputs and i not in self._pasts and self._is_ids(argument):
                 arguments[i] = self._continue_ids(argument)
-        known = {node.name for node in self.step.context.padding_inputs.known}
         for node, index in self.step.padding_inputs.items():
-            if node.name in known:
+            if node in self.step.call.padding_inputs.known:
                 arguments[index] = self._mark_padding(arguments[index])
         for index in self.step.rewrite.positions:
             counted = torch.arange(self.count, self.count + self.step.query_len)
