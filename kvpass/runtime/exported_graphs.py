@@ -15,7 +15,7 @@ from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import SiteFacts
 from kvpass.errors import ArtifactError, UnsupportedGraph
 from kvpass.fx import shapes
-from kvpass.rewrite.pipeline import StepRewrite
+from kvpass.rewrite.pipeline import StepSignature
 from kvpass.rewrite.prompt import LayerOutputs, PromptRewrite
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import grow_for
@@ -100,7 +100,8 @@ class ExportedStep(StepExecutor):
         padding = PaddingTracker([tuple(indices) for indices in entry["padding_inputs"]])
         super().__init__(backend, [SiteFacts(**site) for site in entry["sites"]], entry["counters"], padding)
         self.max_length, self.layouts, self._ids_index = entry["max_length"], entry["layouts"], entry["ids"]
-        self.variants_by_compact = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}
+        fields = {compact: {name: variant[name] for name in _VARIANT_FIELDS} for compact, (variant, _) in runs.items()}
+        self.variants_by_compact = {compact: (fields[compact], run) for compact, (_, run) in runs.items()}
 
     def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
         """Run new tokens on caches, for a `DecodeLoop`, and announce it to the loop."""
@@ -135,33 +136,25 @@ class ExportedStep(StepExecutor):
             raise ArtifactError(
                 f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that compiles"
             )
-        rewrite, run = dataclasses.replace(variant[0], query_len=self.query_len(inputs.arguments)), variant[1]
-        flat = rewrite.flat_arguments([cache.slots for cache in inputs.caches], inputs.arguments, [], length)
-        return PreparedStep(rewrite, [], flat, run)
+        entry, run = variant
+        signature = StepSignature(**entry, query_len=self.query_len(inputs.arguments))
+        flat = signature.flat_arguments([cache.slots for cache in inputs.caches], inputs.arguments, [], length)
+        return PreparedStep(signature, [], flat, run)
 
 
-_VARIANT_FIELDS = ("inputs", "columns", "admitted_outputs", "valid_output")
-"""The fields of a `StepRewrite` that a manifest has unchanged."""
+_VARIANT_FIELDS = ("inputs", "dynamic_stride_inputs", "columns", "admitted_outputs", "valid_output")
+"""The fields of a `StepSignature` that a manifest has; others are refused, or belong to a call."""
 
 
-def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
-    """Return a rewrite without its graph; a loop needs only its outputs for the chunk."""
-    fields: dict[str, Any] = {name: entry[name] for name in _VARIANT_FIELDS}
-    return StepRewrite(
-        rewritten_gm=None, dynamic_stride_inputs=set(entry["dynamic_stride_inputs"]), query_len=1, **fields
-    )
-
-
-def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
-    """Return the entry of a rewritten step graph in an artifact's manifest, or refuse to export it."""
+def variant_entry(signature: StepSignature) -> dict[str, Any]:
+    """Return the entry of a step's code in an artifact's manifest, or refuse to export it."""
     _refuse(
         {
-            "a policy with trained weights": bool(rewrite.policy_weights),
-            "a mask that is made from all tokens anew in every call": not rewrite.is_repeatable,
+            "a policy with trained weights": bool(signature.policy_weights),
+            "a mask that is made from all tokens anew in every call": not signature.is_repeatable,
         }
     )
-    fields = {name: getattr(rewrite, name) for name in _VARIANT_FIELDS}
-    return {**fields, "dynamic_stride_inputs": sorted(rewrite.dynamic_stride_inputs)}
+    return {name: getattr(signature, name) for name in _VARIANT_FIELDS}
 
 
 def check_layouts(caches: Sequence[LayerCache]) -> None:
@@ -189,7 +182,7 @@ def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[s
 
 def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -> tuple[int, int]:
     """Return the smallest and the largest number of tokens that a chunk's code serves, up to `MOST_IN_A_CHUNK`."""
-    graph, variant, query_len = runner.canonical_gm.graph, result.variant, int(result.rewrite.query_len)
+    graph, variant, query_len = runner.canonical_gm.graph, result.variant, int(result.signature.query_len)
     assert variant is not None
     counts_new = {symbol: source == (ids_index, 1) for symbol, source in runner.sizes.sources.items()}
     new = {symbol for symbol, counts in counts_new.items() if counts}

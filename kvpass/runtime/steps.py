@@ -137,12 +137,12 @@ class StepRunner(StepExecutor):
         caches, arguments = inputs.caches, inputs.arguments
         key = ShapeKey.of(caches, self.sizes.numbers(arguments))
         variant = self._find_variant(inputs, key)
-        rewrite = variant.rewrite_with_numbers(key)
-        host_inputs = rewrite.run_host_graph(arguments)
-        flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].length)
-        run = variant.code_for(self.backend, flat, caches[0].layout.stores_unrotated_keys, rewrite.query_len > 1)
+        signature = variant.signature(key)
+        host_inputs = signature.run_host_graph(arguments)
+        flat = signature.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].length)
+        run = variant.code_for(self.backend, flat, caches[0].layout.stores_unrotated_keys, signature.query_len > 1)
         if variant.serves(key):
-            return PreparedStep(rewrite, host_inputs, flat, run, variant)
+            return PreparedStep(signature, host_inputs, flat, run, variant)
         # Compiling has added guards that this call does not meet.
         return self._prepare_step(inputs)
 
@@ -230,14 +230,14 @@ class StepRunner(StepExecutor):
 
     def _dynamo_outputs(self, done: StepResult) -> tuple[Any, ...]:
         """Return the outputs of Dynamo's graph from the results of the rewritten one."""
-        rewrite, caches, arguments = done.rewrite, done.caches, done.arguments
-        outputs = [None if index is None else done.results[index] for index in rewrite.outputs]
-        for index, result in zip(rewrite.grown, done.host_inputs, strict=False):  # others are inputs of the graph
+        caches, made, query_len = done.caches, done.signature.dynamo_outputs, done.signature.query_len
+        outputs = [None if index is None else done.results[index] for index in made.indices]
+        for index, result in zip(made.grown, done.host_inputs, strict=False):  # others are inputs of the graph
             outputs[index] = result
-        for index, beyond in rewrite.length_outputs.items():
-            outputs[index] = caches[0].length - rewrite.query_len + beyond
-        for index, (past, dim) in rewrite.dropped_outputs.items():
-            outputs[index] = longer_placeholder(arguments[past], dim, rewrite.query_len)
+        for index, beyond in made.lengths.items():
+            outputs[index] = done.length_before + beyond
+        for index, (past, dim) in made.dropped.items():
+            outputs[index] = longer_placeholder(done.arguments[past], dim, query_len)
         for site, cache in zip(self.sites, caches, strict=True):
             outputs[site.keys_out], outputs[site.values_out] = handles_of(cache, site.token_dims)
         return tuple(outputs)
