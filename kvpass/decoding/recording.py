@@ -163,10 +163,11 @@ class _GraphWriter:
     def _prompt(self, last: RecordedCall, ids: int) -> tuple[dict[str, Any], set[int]]:
         ran = last.result
         assert isinstance(ran, prompts.PromptResult)
-        entry = exported_graphs.prompt_entry(ran.runner)
-        code = self._code(ran.runner.code.compiled)
+        runner = ran.runner
+        assert isinstance(runner, prompts.PromptRunner)
+        entry, code = exported_graphs.prompt_entry(runner), self._code(runner.code.compiled)
         read = artifact_folder.read_arguments(code)
-        most = exported_graphs.longest_prompt(ran.runner, ran.arguments, ids)
+        most = exported_graphs.longest_prompt(runner, ran.arguments, ids)
         needed = set(range(len(ran.arguments))) if read is None else read
         needed |= {*entry["module_inputs"], *(index for indices in entry["key_projections"] for index in indices)}
         of_object = {"object": last.cache, "tokens": last.inputs["ids"].shape[1]}

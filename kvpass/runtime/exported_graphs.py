@@ -16,13 +16,12 @@ from kvpass.capture.canonical import SiteFacts
 from kvpass.errors import ArtifactError, UnsupportedGraph
 from kvpass.fx import shapes
 from kvpass.rewrite.pipeline import StepSignature
-from kvpass.rewrite.prompt import LayerOutputs, PromptRewrite
+from kvpass.rewrite.prompt import LayerOutputs
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import grow_for
 from kvpass.runtime.call_context import publish_run
-from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.padding_tracker import PaddingTracker
-from kvpass.runtime.prompts import PromptGraphFacts, PromptRunner, policies_by_layer
+from kvpass.runtime.prompts import PromptExecutor, PromptGraphFacts, PromptRunner, policies_by_layer
 from kvpass.runtime.sizes import guard_predicate
 from kvpass.runtime.step_execution import PreparedStep, StepExecutor, StepInputs, StepResult
 from kvpass.runtime.steps import StepRunner
@@ -34,20 +33,27 @@ MOST_IN_A_CHUNK = 1 << 13
 """The largest number of tokens in a chunk for which an export evaluates the guards of a graph."""
 
 
-def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inductor.Compiled) -> PromptRunner:
-    """Return a runner of prompts on compiled code; `entry` is of `prompt_entry`."""
-    count, outputs = len(entry["sites"]), [LayerOutputs(**each, operands=None) for each in entry["results"]]
-    graph = PromptGraphFacts(
-        sites=[SiteFacts(**site) for site in entry["sites"]],
-        policies=policies_by_layer(backend.policy, count),
-        stores_unrotated_keys=entry["stores_unrotated_keys"],
-        rewrite=PromptRewrite(rewritten_gm=None, outputs=outputs, calls={}),
-        outputs=entry["outputs"],
-        module_inputs=entry["module_inputs"],
-        key_projections=[tuple(indices) for indices in entry["key_projections"]],
-        output_projections=[None] * count,
-    )
-    return PromptRunner(backend, graph, DeferredCode(run))
+class ExportedPrompt(PromptExecutor):
+    """A runner of prompts on exported code."""
+
+    def __init__(self, backend: BackendBase, entry: Mapping[str, Any], run: inductor.Compiled) -> None:
+        """Take an entry of `prompt_entry`, and its code."""
+        count = len(entry["sites"])
+        graph = PromptGraphFacts(
+            sites=[SiteFacts(**site) for site in entry["sites"]],
+            policies=policies_by_layer(backend.policy, count),
+            stores_unrotated_keys=entry["stores_unrotated_keys"],
+            layers=[LayerOutputs(**each, operands=None) for each in entry["results"]],
+            outputs=entry["outputs"],
+            module_inputs=entry["module_inputs"],
+            key_projections=[tuple(indices) for indices in entry["key_projections"]],
+            output_projections=[None] * count,
+        )
+        super().__init__(backend, graph)
+        self.run = run
+
+    def _code_for(self, arguments: tuple[Any, ...]) -> inductor.Compiled:
+        return self.run
 
 
 def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
@@ -59,15 +65,14 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
             "attention that selects keys by an index": bool(graph.sparse_indices or graph.scoring_outputs),
             "weights that are constants of the graph": bool(graph.constants),
             "a policy that reads the layers' output projections": any(i is not None for i in graph.output_projections),
-            "crop above 0, which keeps the tensors of a prompt": any(site.operands for site in graph.rewrite.outputs),
+            "crop above 0, which keeps the tensors of a prompt": any(layer.operands for layer in graph.layers),
         }
     )
     return dict(
         stores_unrotated_keys=graph.stores_unrotated_keys,
         sites=[vars(site) for site in graph.sites],
         results=[
-            dict(key=o.key, value=o.value, valid_output=o.valid_output, statistics=o.statistics)
-            for o in graph.rewrite.outputs
+            dict(key=o.key, value=o.value, valid_output=o.valid_output, statistics=o.statistics) for o in graph.layers
         ],
         module_inputs=list(graph.module_inputs),
         key_projections=[list(indices) for indices in graph.key_projections],
@@ -77,10 +82,8 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
 
 def longest_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: int) -> int:
     """Return the largest number of tokens, up to `MOST_TOKENS`, in a prompt that a graph's guards allow."""
-    graph = runner.inputs
-    assert graph is not None
+    graph, length = runner.inputs, arguments[ids_index].shape[1]
     now = shapes.measure_symbols(graph, arguments)
-    length = arguments[ids_index].shape[1]
     moving = {symbol for symbol, number in now.items() if number == length}
     return _largest(guard_predicate(shapes.guards(graph), now | dict.fromkeys(moving, 2), moving), MOST_TOKENS - 2) + 2
 

@@ -106,11 +106,7 @@ Rewrite = Callable[[DynamicDims | None], StepRewrite]
 
 
 class CompiledVariant:
-    """A rewritten step graph until it is compiled, then its code.
-
-    Attributes:
-        key: the key of the call that the graph was rewritten for.
-    """
+    """A rewritten step graph until it is compiled, then its code."""
 
     def __init__(self, rewrite: StepRewrite, key: ShapeKey, dynamic_indices: tuple[int, ...] = ()) -> None:
         """Take the key of the call that the graph was rewritten for, and its indices that are dynamic."""
