@@ -143,7 +143,7 @@ class Backend(BackendBase):
             captured = dataclasses.replace(captured, sites=known)
             if is_step:
                 return StepRunner(self, captured), check
-            return PromptRunner.of(self, captured, examples, self._stores_unrotated_keys(captured)), check
+            return PromptRunner(self, captured, examples, self._stores_unrotated_keys(captured)), check
 
     def _record(self, captured: Capture, is_step: bool) -> None:
         if self.recorder is None:

@@ -38,7 +38,7 @@ from kvpass.rewrite.context import AttentionResults, Pass, PassRecord, StepConte
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, replace_outputs, splice_point
-from kvpass.rewrite.pipeline import StepRewrite, new_columns, rewrite_step
+from kvpass.rewrite.pipeline import StepRewrite, StepSignature, new_columns, rewrite_step
 from kvpass.rewrite.rotary_subgraph import RotarySubgraph
 from kvpass.rewrite.step_graph import StepRewriteInput
 from kvpass.runtime.in_place import compile_in_place
@@ -367,9 +367,9 @@ class ReferenceStore(KVStore):
         return cache.slots.taken
 
 
-@dataclasses.dataclass
-class ReferenceRewrite(StepRewrite):
-    """A step graph on references, which evict before a single token attends.
+@dataclasses.dataclass(frozen=True)
+class ReferenceSignature(StepSignature):
+    """The arguments of a step on references, which evict before a single token attends.
 
     Attributes:
         padding: for each layer, the indices of the arguments that mark padding.
@@ -406,6 +406,6 @@ class ReferenceBackend(Backend):
     def rewrite(self, call: StepRewriteInput) -> tuple[StepContext, StepRewrite]:
         context, holders = StepContext(call), walk.placeholders(call.canonical_gm.graph)
         rewrite = rewrite_step(context, REFERENCE_PASSES, self.record_pass)
-        fields = {field.name: getattr(rewrite, field.name) for field in dataclasses.fields(rewrite)}
         padding = [[holders.index(node) for node in nodes] for nodes in call.padding_inputs.by_layer]
-        return context, ReferenceRewrite(**fields, padding=padding)
+        signature = ReferenceSignature(**vars(rewrite.signature), padding=padding)
+        return context, dataclasses.replace(rewrite, signature=signature)

@@ -41,8 +41,7 @@ from kvpass.lowering import graph_passes
 from kvpass.policies.base import Policy
 from kvpass.runtime import model_identity
 from kvpass.runtime.call_context import call_pins
-from kvpass.runtime.exported_graphs import ExportedStep, exported_prompt
-from kvpass.runtime.prompts import PromptRunner
+from kvpass.runtime.exported_graphs import ExportedPrompt, ExportedStep
 from kvpass.torch_private import exported_code, generated_code
 from kvpass.torch_private.tensors import is_wrapper
 
@@ -271,10 +270,10 @@ class ExportedGraph:
 
     def __init__(self, backend: Any, entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> None:
         self.entry, self.tensors, self.logits = entry, tensors, entry["logits"]
-        self.runner: PromptRunner | ExportedStep
+        self.runner: ExportedPrompt | ExportedStep
         try:
             if entry["kind"] == "prompt":
-                self.runner = exported_prompt(backend, entry, code_from_entry(entry["code"], folder, tensors))
+                self.runner = ExportedPrompt(backend, entry, code_from_entry(entry["code"], folder, tensors))
             else:
                 variants = entry["variants"]
                 runs = {compact: (each, code_from_entry(each["code"], folder, tensors)) for compact, each in variants}
@@ -297,7 +296,7 @@ class ExportedGraph:
 
     def cache_object(self, results: tuple[Any, ...], new: int, model: torch.nn.Module) -> Any:
         """Return the model's cache object after a prompt."""
-        assert isinstance(self.runner, PromptRunner)
+        assert isinstance(self.runner, ExportedPrompt)
         handles = [results[site.keys_out] for site in self.runner.graph.sites]
         layers = [handle.cache for handle in handles if isinstance(handle, Handle)]
         saved = self.entry["cache"]

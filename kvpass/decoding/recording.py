@@ -163,10 +163,11 @@ class _GraphWriter:
     def _prompt(self, last: RecordedCall, ids: int) -> tuple[dict[str, Any], set[int]]:
         ran = last.result
         assert isinstance(ran, prompts.PromptResult)
-        entry = exported_graphs.prompt_entry(ran.runner)
-        code = self._code(ran.runner.code.compiled)
+        runner = ran.runner
+        assert isinstance(runner, prompts.PromptRunner)
+        entry, code = exported_graphs.prompt_entry(runner), self._code(runner.code.compiled)
         read = artifact_folder.read_arguments(code)
-        most = exported_graphs.longest_prompt(ran.runner, ran.arguments, ids)
+        most = exported_graphs.longest_prompt(runner, ran.arguments, ids)
         needed = set(range(len(ran.arguments))) if read is None else read
         needed |= {*entry["module_inputs"], *(index for indices in entry["key_projections"] for index in indices)}
         of_object = {"object": last.cache, "tokens": last.inputs["ids"].shape[1]}
@@ -178,14 +179,14 @@ class _GraphWriter:
         runner = ran.runner
         assert isinstance(runner, steps.StepRunner)
         entry = exported_graphs.step_entry(runner, ran, ids)
-        chunk = ran.rewrite.query_len > 1
+        chunk = ran.signature.query_len > 1
         lengths = exported_graphs.chunk_length_range(runner, ran, ids) if chunk else (1, 1)
         for each in [ran] if chunk else [call.result for call in alike]:
             assert isinstance(each, step_execution.StepResult)
             assert each.variant is not None
             if each.inputs.compact not in variants:
                 code = self._code(each.variant.code.compiled)
-                variants[each.inputs.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
+                variants[each.inputs.compact] = {**exported_graphs.variant_entry(each.signature), "code": code}
         read = {ids, *entry["counters"], *(index for indices in entry["padding_inputs"] for index in indices)}
         read |= {index for each in variants.values() for index in (*each["inputs"], *each["columns"])}
         return {**entry, "lengths": lengths, "variants": [[compact, each] for compact, each in variants.items()]}, read
@@ -240,6 +241,6 @@ class _GraphWriter:
 def _code_of_chunk(call: RecordedCall) -> Any:
     """Return the compiled code of a chunk; None for other calls, and for a chunk that ran uncompiled."""
     ran = call.result
-    if not isinstance(ran, step_execution.StepResult) or ran.rewrite.query_len == 1 or ran.variant is None:
+    if not isinstance(ran, step_execution.StepResult) or ran.signature.query_len == 1 or ran.variant is None:
         return None
     return ran.variant.code.compiled

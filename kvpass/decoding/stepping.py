@@ -256,7 +256,7 @@ class DecodeState(abc.ABC):
                 f"the model ran its decode step in {len(ran)} graphs of kvpass, and a decode loop repeats one: see "
                 "what breaks the graph with TORCH_LOGS=graph_breaks, or use model.generate"
             )
-        if not ran[0].rewrite.is_repeatable:
+        if not ran[0].signature.is_repeatable:
             raise UnsupportedGraph(
                 "a mask of this model is made from all tokens anew in every step, which a decode loop does not repeat; "
                 "use model.generate"

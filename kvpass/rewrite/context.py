@@ -85,8 +85,7 @@ class AttentionResults:
         masks: for each attention call, by its name, the slots that it sees and the bias on them, if any, of each class
             of heads.
         admitted_outputs: for each layer, stored key, value, valid and statistics of a chunk.
-        dropped_outputs: outputs that grow and that nothing reads on slots: the index of the argument that each
-            extends, and the dimension.
+        dropped_outputs: see `DynamoOutputs.dropped`.
     """
 
     replaced: dict[str, fx.Node]
@@ -96,12 +95,28 @@ class AttentionResults:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outputs:
-    """The outputs of a rewritten graph, by the names of `StepRewrite`: the result of `drop_growing_outputs`."""
+class DynamoOutputs:
+    """How the outputs of Dynamo's graph are made from those of the rewritten one.
 
-    outputs: list[int | None]
-    length_outputs: dict[int, Any]
-    grown: list[int]
+    Attributes:
+        indices: for each output, its index in the rewritten graph; None for a cache, and for the outputs below.
+        lengths: outputs that are the tokens seen before plus a number, with that number, which may be a dynamic size.
+        grown: outputs that grow, such as a mask that another graph reads; the host graph computes them.
+        dropped: outputs that grow and that nothing reads on slots: the index of the argument that each extends, and
+            the dimension.
+    """
+
+    indices: list[int | None] = dataclasses.field(default_factory=list)
+    lengths: dict[int, Any] = dataclasses.field(default_factory=dict)
+    grown: list[int] = dataclasses.field(default_factory=list)
+    dropped: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """The outputs of a rewritten graph, by the names of `StepSignature`: the result of `drop_growing_outputs`."""
+
+    dynamo_outputs: DynamoOutputs
     admitted_outputs: list[list[int]]
     valid_output: int | None
 

@@ -18,14 +18,14 @@ def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
         UnsupportedGraph: such a value needs attention or the cache, or its computation writes to an input.
     """
     read = [*step.inputs.host_inputs, *gather_from, *step.host_checks]
-    if not step.outputs.grown and not read:
+    if not step.outputs.dynamo_outputs.grown and not read:
         return None
     graph = step.call.canonical_gm.graph
     originals, outputs, end = {node.name: node for node in graph.nodes}, walk.results(graph), graph.output_node()
     for node in read:
         if node.name not in originals:
             step.refuse_growth(node)
-    wanted = [outputs[index] for index in step.outputs.grown] + [originals[node.name] for node in read]
+    wanted = [outputs[index] for index in step.outputs.dynamo_outputs.grown] + [originals[node.name] for node in read]
     needed = alias.ancestors_with_writes(wanted, reader=end)
     _check_reads_no_cache(step, wanted, needed)
     for writer in alias.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):

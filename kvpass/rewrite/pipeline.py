@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvpass.cache.slots import AnySlots
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import alias, shapes, walk
-from kvpass.rewrite.context import Pass, PassRecord, StepContext
+from kvpass.fx import alias, walk
+from kvpass.rewrite.context import DynamoOutputs, Pass, PassRecord, StepContext
 from kvpass.rewrite.host_graph import build_host_graph
 from kvpass.rewrite.inputs import GatheredInput
 from kvpass.rewrite.passes import STEP_PASSES
@@ -31,60 +31,47 @@ def new_columns(column: Tensor, length: int, query_len: int) -> Tensor:
     return column.narrow(-1, min(length, column.shape[-1] - query_len), query_len)
 
 
-@dataclasses.dataclass
-class StepRewrite:
-    """A step graph on slots.
+@dataclasses.dataclass(frozen=True)
+class StepSignature:
+    """The arguments of a step's code, and what its caller does with the results.
+
+    The code takes the slots' tensors of every layer, the `policy_weights`, then `columns`, `entries`, the host inputs,
+    and the `inputs`.
 
     Attributes:
-        rewritten_gm: takes the slots' tensors of every layer, the `policy_weights`, then `columns`, `entries`, the
-            `host_inputs`, and the `inputs`; None after it is compiled.
-        dynamic, examples: sizes that may differ between calls, and fake arguments with them; None if there are none.
-        policy_weights: the policy's own tensors, on the device of the slots.
-        inputs: indices of Dynamo's arguments that the graph still takes.
+        inputs: indices of Dynamo's arguments that the code still takes.
         dynamic_stride_inputs: the `inputs` whose strides may change from call to call.
-        columns: indices of Dynamo's arguments; the graph takes the new tokens' columns of each.
-        query_len: q; it and `lengths` may be dynamic sizes, see `with_numbers`.
-        entries: inputs with an entry for each slot's token.
-        outputs: for each output of the original graph, its index in the rewritten one; None for a cache.
-        length_outputs: outputs of the original graph that are the tokens seen before plus a number, with that number.
-        admitted_outputs: for each site of a chunk graph, the output indices of stored key, value, valid and statistics.
-        host_graph: runs uncompiled on Dynamo's arguments and computes the values that need all tokens: the outputs
-            `grown`, then the host inputs, then the tensors that entries are gathered from, then a None for each check.
-        grown: outputs of the original graph that grow, such as a mask that another graph reads.
-        host_input_count: the number of inputs that `host_graph` computes.
-        dropped_outputs: outputs of the original graph that grow and that nothing reads on slots: the index of the
-            argument that each extends, and the dimension.
-        valid_output: the index of the output bool [B, 1], which tokens are real, if the graph leaves counting to its
+        columns: indices of Dynamo's arguments; the code takes the new tokens' columns of each.
+        query_len: q, which may be a dynamic size, see `with_numbers`.
+        admitted_outputs: for each site of a chunk, the output indices of stored key, value, valid and statistics.
+        valid_output: the index of the output bool [B, 1], which tokens are real, if the code leaves counting to its
             caller.
-        positions: indices of Dynamo's arguments that are positions, which ranks replaced.
+        policy_weights: the policy's own tensors, on the device of the slots.
+        entries: inputs with an entry for each slot's token.
+        host_graph: runs uncompiled on Dynamo's arguments and computes the values that need all tokens: the outputs
+            `DynamoOutputs.grown`, then the host inputs, then the tensors that entries are gathered from, then a None
+            for each check.
+        host_input_count: the number of inputs that `host_graph` computes.
+        dynamo_outputs: how Dynamo's outputs are made; an artifact's caller needs none.
     """
 
-    rewritten_gm: fx.GraphModule | None
     inputs: list[int]
-    dynamic_stride_inputs: set[int]
+    dynamic_stride_inputs: list[int]
     columns: list[int]
     query_len: Any
     admitted_outputs: list[list[int]]
-    dynamic: symbolic_shapes.SymbolicSizes | None = None
-    examples: list[Any] | None = None
+    valid_output: int | None
     policy_weights: list[Tensor] = dataclasses.field(default_factory=list)
     entries: list[GatheredInput] = dataclasses.field(default_factory=list)
-    outputs: list[int | None] = dataclasses.field(default_factory=list)
-    length_outputs: dict[int, Any] = dataclasses.field(default_factory=dict)
     host_graph: fx.GraphModule | None = None
-    grown: list[int] = dataclasses.field(default_factory=list)
     host_input_count: int = 0
-    dropped_outputs: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    valid_output: int | None = None
-    positions: tuple[int, ...] = ()
+    dynamo_outputs: DynamoOutputs = dataclasses.field(default_factory=DynamoOutputs)
 
-    def with_numbers(self, numbers: Sequence[int]) -> StepRewrite:
-        """Return the rewrite with these numbers for its dynamic sizes."""
-        if self.dynamic is None:
-            return self
-        known = dict(zip(self.dynamic.symbols, numbers, strict=True))
-        lengths = {index: shapes.number(size, known) for index, size in self.length_outputs.items()}
-        return dataclasses.replace(self, query_len=shapes.number(self.query_len, known), length_outputs=lengths)
+    def with_numbers(self, number: Callable[[Any], int]) -> StepSignature:
+        """Return the signature with numbers for dynamic sizes; `number` returns the number of a size."""
+        lengths = {index: number(size) for index, size in self.dynamo_outputs.lengths.items()}
+        outputs = dataclasses.replace(self.dynamo_outputs, lengths=lengths)
+        return dataclasses.replace(self, query_len=number(self.query_len), dynamo_outputs=outputs)
 
     def count_tokens(self, slots: list[AnySlots], results: Sequence[Any]) -> None:
         """Count the tokens of a step if its graph leaves that to its caller, see `move_counters_to_caller`."""
@@ -100,7 +87,7 @@ class StepRewrite:
     def flat_arguments(
         self, slots: list[AnySlots], arguments: tuple[Any, ...], host_inputs: list[Any], length: int
     ) -> list[Any]:
-        """Return the rewritten graph's arguments, from slots, Dynamo's arguments and the results of `run_host_graph`.
+        """Return the code's arguments, from slots, Dynamo's arguments and the results of `run_host_graph`.
 
         `length` is the number of tokens before this call.
         """
@@ -117,7 +104,7 @@ class StepRewrite:
         dense, flat = torch.contiguous_format, list[Any]()
         for index in self.columns:
             flat.append(new_columns(arguments[index], length, self.query_len).clone(memory_format=dense))
-        further = host_inputs[len(self.grown) :]
+        further = host_inputs[len(self.dynamo_outputs.grown) :]
         gathered = further[self.host_input_count :]
         for entry in self.entries:
             tensor = arguments[entry.tensor_index] if entry.is_argument else gathered[entry.tensor_index]
@@ -134,6 +121,20 @@ class StepRewrite:
     def is_repeatable(self) -> bool:
         """True if a later step of one token can reuse the same arguments."""
         return not (self.host_graph or self.entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRewrite:
+    """A step graph on slots, which is dropped after it is compiled, and the signature of its code.
+
+    Attributes:
+        dynamic, examples: sizes that may differ between calls, and fake arguments with them; empty if there are none.
+    """
+
+    rewritten_gm: fx.GraphModule
+    signature: StepSignature
+    dynamic: symbolic_shapes.SymbolicSizes | None
+    examples: list[Any]
 
 
 def rewrite_step(
@@ -166,9 +167,9 @@ def rewrite_step(
     return _result(step)
 
 
-def _loose_inputs(step: StepContext, inputs: Sequence[int]) -> set[int]:
+def _loose_inputs(step: StepContext, inputs: Sequence[int]) -> list[int]:
     """Return the inputs whose strides may change, or refuse a graph that writes to one of them."""
-    result = {index for index in inputs if has_loose_strides(walk.example_value(step.placeholders[index]))}
+    result = [index for index in inputs if has_loose_strides(walk.example_value(step.placeholders[index]))]
     writers = alias.writers_to({step.placeholders[index] for index in result})
     if writers:
         why = "writes in place to an input whose sizes change from call to call; a step gets a copy of it"
@@ -180,19 +181,16 @@ def _result(step: StepContext) -> StepRewrite:
     entries, precomputed = step.inputs.gathered_inputs()
     remaining = set(walk.placeholders(step.graph))
     inputs = [index for index, argument in enumerate(step.placeholders) if argument in remaining]
-    return StepRewrite(
-        rewritten_gm=step.step_gm,
-        dynamic=step.sizes.dynamic,
-        examples=[step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.dynamic else None,
-        policy_weights=step.policy_weights.tensors,
+    signature = StepSignature(
         inputs=inputs,
         dynamic_stride_inputs=_loose_inputs(step, inputs),
         columns=[step.placeholders.index(argument) for argument in step.inputs.columns],
-        entries=entries,
         query_len=step.query_len,
+        policy_weights=step.policy_weights.tensors,
+        entries=entries,
         host_graph=build_host_graph(step, precomputed),
         host_input_count=len(step.inputs.host_inputs),
-        dropped_outputs=step.attention.dropped_outputs,
-        positions=step.rotations.positions,
         **vars(step.outputs),
     )
+    examples = [step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.dynamic else []
+    return StepRewrite(step.step_gm, signature, step.sizes.dynamic, examples)

@@ -51,12 +51,12 @@ class PromptRewrite:
     """A prompt graph with added outputs.
 
     Attributes:
-        rewritten_gm: the rewritten graph; None after it is compiled.
+        rewritten_gm: the rewritten graph.
         outputs: the added outputs of each layer.
         calls: for each attention call and each log-sum-exp, by its name, the node of its result.
     """
 
-    rewritten_gm: fx.GraphModule | None
+    rewritten_gm: fx.GraphModule
     outputs: list[LayerOutputs]
     calls: dict[str, fx.Node]
 

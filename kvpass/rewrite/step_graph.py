@@ -157,7 +157,7 @@ class StepGraph:
             return tensors.map_inner_tensors(
                 lambda part: empty(part.shape, part.stride(), dtype=part.dtype, device=part.device), value
             )
-        made_dense = node.op == "placeholder" and has_loose_strides(value)  # see `StepRewrite.flat_arguments`
+        made_dense = node.op == "placeholder" and has_loose_strides(value)  # see `StepSignature.flat_arguments`
         dense = made_dense or any(self.sizes.grows(stride) for stride in value.stride())
         fixed = None if dense else [self.sizes.resolved_size(stride) for stride in value.stride()]
         return empty(self.shape(node), fixed, dtype=value.dtype, device=self.device_of(node))

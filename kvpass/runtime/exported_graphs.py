@@ -15,14 +15,13 @@ from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import SiteFacts
 from kvpass.errors import ArtifactError, UnsupportedGraph
 from kvpass.fx import shapes
-from kvpass.rewrite.pipeline import StepRewrite
-from kvpass.rewrite.prompt import LayerOutputs, PromptRewrite
+from kvpass.rewrite.pipeline import StepSignature
+from kvpass.rewrite.prompt import LayerOutputs
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import grow_for
 from kvpass.runtime.call_context import publish_run
-from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.padding_tracker import PaddingTracker
-from kvpass.runtime.prompts import PromptGraphFacts, PromptRunner, policies_by_layer
+from kvpass.runtime.prompts import PromptExecutor, PromptGraphFacts, PromptRunner, policies_by_layer
 from kvpass.runtime.sizes import guard_predicate
 from kvpass.runtime.step_execution import PreparedStep, StepExecutor, StepInputs, StepResult
 from kvpass.runtime.steps import StepRunner
@@ -34,20 +33,27 @@ MOST_IN_A_CHUNK = 1 << 13
 """The largest number of tokens in a chunk for which an export evaluates the guards of a graph."""
 
 
-def exported_prompt(backend: BackendBase, entry: Mapping[str, Any], run: inductor.Compiled) -> PromptRunner:
-    """Return a runner of prompts on compiled code; `entry` is of `prompt_entry`."""
-    count, outputs = len(entry["sites"]), [LayerOutputs(**each, operands=None) for each in entry["results"]]
-    graph = PromptGraphFacts(
-        sites=[SiteFacts(**site) for site in entry["sites"]],
-        policies=policies_by_layer(backend.policy, count),
-        stores_unrotated_keys=entry["stores_unrotated_keys"],
-        rewrite=PromptRewrite(rewritten_gm=None, outputs=outputs, calls={}),
-        outputs=entry["outputs"],
-        module_inputs=entry["module_inputs"],
-        key_projections=[tuple(indices) for indices in entry["key_projections"]],
-        output_projections=[None] * count,
-    )
-    return PromptRunner(backend, graph, DeferredCode(run))
+class ExportedPrompt(PromptExecutor):
+    """A runner of prompts on exported code."""
+
+    def __init__(self, backend: BackendBase, entry: Mapping[str, Any], run: inductor.Compiled) -> None:
+        """Take an entry of `prompt_entry`, and its code."""
+        count = len(entry["sites"])
+        graph = PromptGraphFacts(
+            sites=[SiteFacts(**site) for site in entry["sites"]],
+            policies=policies_by_layer(backend.policy, count),
+            stores_unrotated_keys=entry["stores_unrotated_keys"],
+            layers=[LayerOutputs(**each, operands=None) for each in entry["results"]],
+            outputs=entry["outputs"],
+            module_inputs=entry["module_inputs"],
+            key_projections=[tuple(indices) for indices in entry["key_projections"]],
+            output_projections=[None] * count,
+        )
+        super().__init__(backend, graph)
+        self.run = run
+
+    def _code_for(self, arguments: tuple[Any, ...]) -> inductor.Compiled:
+        return self.run
 
 
 def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
@@ -59,15 +65,14 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
             "attention that selects keys by an index": bool(graph.sparse_indices or graph.scoring_outputs),
             "weights that are constants of the graph": bool(graph.constants),
             "a policy that reads the layers' output projections": any(i is not None for i in graph.output_projections),
-            "crop above 0, which keeps the tensors of a prompt": any(site.operands for site in graph.rewrite.outputs),
+            "crop above 0, which keeps the tensors of a prompt": any(layer.operands for layer in graph.layers),
         }
     )
     return dict(
         stores_unrotated_keys=graph.stores_unrotated_keys,
-        sites=[dict(keys_out=s.keys_out, values_out=s.values_out, computed=s.computed) for s in graph.sites],
+        sites=[vars(site) for site in graph.sites],
         results=[
-            dict(key=o.key, value=o.value, valid_output=o.valid_output, statistics=o.statistics)
-            for o in graph.rewrite.outputs
+            dict(key=o.key, value=o.value, valid_output=o.valid_output, statistics=o.statistics) for o in graph.layers
         ],
         module_inputs=list(graph.module_inputs),
         key_projections=[list(indices) for indices in graph.key_projections],
@@ -77,10 +82,8 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
 
 def longest_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: int) -> int:
     """Return the largest number of tokens, up to `MOST_TOKENS`, in a prompt that a graph's guards allow."""
-    graph = runner.inputs
-    assert graph is not None
+    graph, length = runner.inputs, arguments[ids_index].shape[1]
     now = shapes.measure_symbols(graph, arguments)
-    length = arguments[ids_index].shape[1]
     moving = {symbol for symbol, number in now.items() if number == length}
     return _largest(guard_predicate(shapes.guards(graph), now | dict.fromkeys(moving, 2), moving), MOST_TOKENS - 2) + 2
 
@@ -97,12 +100,11 @@ class ExportedStep(StepExecutor):
         self, backend: BackendBase, entry: Mapping[str, Any], runs: Mapping[bool, tuple[Mapping[str, Any], Any]]
     ) -> None:
         """Take an entry of `step_entry`; `runs` has entries of variants and their code, by whether they compact."""
-        padding_inputs = [tuple(each) for each in entry["padding_inputs"]]
-        padding = PaddingTracker(padding_inputs, {index: index for each in padding_inputs for index in each})
-        sites = [SiteFacts(-1, -1, False) for _ in padding_inputs]
-        super().__init__(backend, sites, entry["counters"], padding)
+        padding = PaddingTracker([tuple(indices) for indices in entry["padding_inputs"]])
+        super().__init__(backend, [SiteFacts(**site) for site in entry["sites"]], entry["counters"], padding)
         self.max_length, self.layouts, self._ids_index = entry["max_length"], entry["layouts"], entry["ids"]
-        self.variants_by_compact = {compact: (_rewrite_of(variant), run) for compact, (variant, run) in runs.items()}
+        fields = {compact: {name: variant[name] for name in _VARIANT_FIELDS} for compact, (variant, _) in runs.items()}
+        self.variants_by_compact = {compact: (fields[compact], run) for compact, (_, run) in runs.items()}
 
     def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
         """Run new tokens on caches, for a `DecodeLoop`, and announce it to the loop."""
@@ -137,33 +139,25 @@ class ExportedStep(StepExecutor):
             raise ArtifactError(
                 f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that compiles"
             )
-        rewrite, run = dataclasses.replace(variant[0], query_len=self.query_len(inputs.arguments)), variant[1]
-        flat = rewrite.flat_arguments([cache.slots for cache in inputs.caches], inputs.arguments, [], length)
-        return PreparedStep(rewrite, [], flat, run)
+        entry, run = variant
+        signature = StepSignature(**entry, query_len=self.query_len(inputs.arguments))
+        flat = signature.flat_arguments([cache.slots for cache in inputs.caches], inputs.arguments, [], length)
+        return PreparedStep(signature, [], flat, run)
 
 
-_VARIANT_FIELDS = ("inputs", "columns", "admitted_outputs", "valid_output")
-"""The fields of a `StepRewrite` that a manifest has unchanged."""
+_VARIANT_FIELDS = ("inputs", "dynamic_stride_inputs", "columns", "admitted_outputs", "valid_output")
+"""The fields of a `StepSignature` that a manifest has; others are refused, or belong to a call."""
 
 
-def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
-    """Return a rewrite without its graph; a loop needs only its outputs for the chunk."""
-    fields: dict[str, Any] = {name: entry[name] for name in _VARIANT_FIELDS}
-    return StepRewrite(
-        rewritten_gm=None, dynamic_stride_inputs=set(entry["dynamic_stride_inputs"]), query_len=1, **fields
-    )
-
-
-def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
-    """Return the entry of a rewritten step graph in an artifact's manifest, or refuse to export it."""
+def variant_entry(signature: StepSignature) -> dict[str, Any]:
+    """Return the entry of a step's code in an artifact's manifest, or refuse to export it."""
     _refuse(
         {
-            "a policy with trained weights": bool(rewrite.policy_weights),
-            "a mask that is made from all tokens anew in every call": not rewrite.is_repeatable,
+            "a policy with trained weights": bool(signature.policy_weights),
+            "a mask that is made from all tokens anew in every call": not signature.is_repeatable,
         }
     )
-    fields = {name: getattr(rewrite, name) for name in _VARIANT_FIELDS}
-    return {**fields, "dynamic_stride_inputs": sorted(rewrite.dynamic_stride_inputs)}
+    return {name: getattr(signature, name) for name in _VARIANT_FIELDS}
 
 
 def check_layouts(caches: Sequence[LayerCache]) -> None:
@@ -180,7 +174,8 @@ def check_layouts(caches: Sequence[LayerCache]) -> None:
 def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[str, Any]:
     """Return an artifact's entry for a step graph that has run; `ids_index` is the index of the token ids."""
     return dict(
-        padding_inputs=[[runner.padding.indices[node] for node in nodes] for nodes in runner.padding.inputs],
+        sites=[vars(site.facts) for site in runner.sites],
+        padding_inputs=list(runner.padding.inputs),
         counters=list(runner.counters),
         max_length=result.length_before + _largest(runner.holds_after(result), MOST_TOKENS - result.length_before),
         ids=ids_index,
@@ -190,7 +185,7 @@ def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[s
 
 def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -> tuple[int, int]:
     """Return the smallest and the largest number of tokens that a chunk's code serves, up to `MOST_IN_A_CHUNK`."""
-    graph, variant, query_len = runner.canonical_gm.graph, result.variant, int(result.rewrite.query_len)
+    graph, variant, query_len = runner.canonical_gm.graph, result.variant, int(result.signature.query_len)
     assert variant is not None
     counts_new = {symbol: source == (ids_index, 1) for symbol, source in runner.sizes.sources.items()}
     new = {symbol for symbol, counts in counts_new.items() if counts}

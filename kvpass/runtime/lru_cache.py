@@ -27,11 +27,6 @@ class LruCache(collections.OrderedDict[Key, Value]):
             self.move_to_end(key)
         return value
 
-    def snapshot(self) -> list[Value]:
-        """Return the values, while other threads may change the dictionary."""
-        # Iterating over an ordered dictionary computes hashes, in which Python code runs and threads take turns.
-        return list(dict.values(self))
-
     def put(self, key: Key, value: Value) -> Value:
         """Set the value of a key, and return it."""
         self[key] = value

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite
-from kvpass.capture.padding_analysis import padding_inputs_of_sites
 from kvpass.errors import CacheHandleError
 from kvpass.fx import walk
 from kvpass.policies.ranking import INT64_MAX
@@ -37,32 +36,20 @@ class PaddingTracker:
     """The padding among the new tokens of a step graph's calls.
 
     Attributes:
-        inputs: for each site the inputs that mark padding: nodes, or argument indices for code of an artifact.
-        indices: the argument index of each of these inputs.
+        inputs: for each site the argument indices of the inputs that mark padding.
     """
 
-    def __init__(
-        self, inputs: list[tuple[Any, ...]], indices: dict[Any, int], sites: Sequence[AttentionSite] = ()
-    ) -> None:
-        self.inputs, self.indices, self._sites = inputs, indices, sites
+    def __init__(self, inputs: Sequence[tuple[int, ...]]) -> None:
+        self.inputs = inputs
 
-    @staticmethod
-    def of(canonical_gm: fx.GraphModule, sites: list[AttentionSite]) -> PaddingTracker:
-        """Return the tracker of a step graph."""
-        placeholders, inputs = (
-            walk.placeholders(canonical_gm.graph),
-            padding_inputs_of_sites(canonical_gm, sites, step=True),
-        )
-        return PaddingTracker([*inputs], {node: placeholders.index(node) for nodes in inputs for node in nodes}, sites)
-
-    def check_hidden(self, caches: list[LayerCache]) -> None:
+    def check_hidden(self, caches: list[LayerCache], sites: Sequence[AttentionSite]) -> None:
         """Check that this step's mask can hide padding, which is not cached; some models mask only their prompts.
 
         Raises:
             UnsupportedGraph: padding was left out, and no input is known to mark padding in this graph.
         """
-        for site, cache, nodes in zip(self._sites, caches, self.inputs, strict=True):
-            if cache.absent.shape[1] and not nodes:
+        for site, cache, indices in zip(sites, caches, self.inputs, strict=True):
+            if cache.absent.shape[1] and not indices:
                 walk.refuse(site.call, HIDDEN_BEFORE)
 
     def unchanged_inputs(self, caches: list[LayerCache], arguments: tuple[Any, ...], query_len: int) -> frozenset[int]:
@@ -77,8 +64,7 @@ class PaddingTracker:
             CacheHandleError: the mask shows a token that was left out of the cache as padding.
         """
         changed = set[int]()
-        for nodes, cache in dict(zip(self.inputs, caches, strict=True)).items():
-            indices = {self.indices[node] for node in nodes}
+        for indices, cache in dict(zip(self.inputs, caches, strict=True)).items():
             if not indices:
                 continue
             same, hides_absent = compare_with_cache(cache, *(arguments[index] for index in sorted(indices)))
@@ -88,16 +74,17 @@ class PaddingTracker:
             if not bool(hides_absent):
                 raise CacheHandleError(SHOWN_AGAIN)
             if not bool(same):
-                changed |= indices
-        return frozenset(self.indices.values()) - changed
+                changed.update(indices)
+        return frozenset(index for indices in self.inputs for index in indices) - changed
 
-    def as_padding_inputs(self, known: frozenset[int]) -> PaddingInputs:
-        """Return the inputs for a rewrite; `known` is a result of `unchanged_inputs`."""
-        return PaddingInputs(tuple(self.inputs), frozenset(n for n, index in self.indices.items() if index in known))
+    def as_padding_inputs(self, known: frozenset[int], placeholders: Sequence[fx.Node]) -> PaddingInputs:
+        """Return the inputs for a rewrite, as nodes; `known` is a result of `unchanged_inputs`."""
+        by_layer = tuple(tuple(placeholders[index] for index in indices) for indices in self.inputs)
+        return PaddingInputs(by_layer, frozenset(placeholders[index] for index in known))
 
     def valid_tokens(self, layer: int, cache: LayerCache, arguments: tuple[Any, ...], query_len: int) -> Tensor:
         """Return bool [B, q] for a layer, False for padding among the new tokens."""
-        columns = self._columns(self.inputs[layer], arguments, cache.length, query_len)
+        columns = _columns(self.inputs[layer], arguments, cache.length, query_len)
         return ~padding_from_columns(columns, cache.layout.batch, query_len, cache.layout.device)
 
     def valid_rows(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[list[bool] | None]:
@@ -124,22 +111,23 @@ class PaddingTracker:
         self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, query_len: int
     ) -> list[Tensor | None]:
         """Return for each layer bool [B, q], True for padding; None without padding, or if the host would wait."""
-        padding_by_inputs: dict[tuple[Any, ...], Tensor | None] = {}
-        for cache, nodes in zip(caches, self.inputs, strict=True):
-            if nodes not in padding_by_inputs:
-                columns = self._columns(nodes, arguments, before, query_len)
+        padding_by_inputs: dict[tuple[int, ...], Tensor | None] = {}
+        for cache, indices in zip(caches, self.inputs, strict=True):
+            if indices not in padding_by_inputs:
+                columns = _columns(indices, arguments, before, query_len)
                 waits = query_len == 1 and bool(columns) and columns[0].is_cuda
                 if waits or all(bool(column.all()) for column in columns):
-                    padding_by_inputs[nodes] = None
+                    padding_by_inputs[indices] = None
                 else:
-                    padding_by_inputs[nodes] = padding_from_columns(
+                    padding_by_inputs[indices] = padding_from_columns(
                         columns, cache.layout.batch, query_len, columns[0].device
                     )
-        return [padding_by_inputs[nodes] for nodes in self.inputs]
+        return [padding_by_inputs[indices] for indices in self.inputs]
 
-    def _columns(self, nodes: tuple[Any, ...], arguments: tuple[Any, ...], before: int, query_len: int) -> list[Tensor]:
-        """Return the new tokens' entries in the inputs that mark padding, each [B or 1, q] or [q]."""
-        return [new_columns(arguments[self.indices[node]], before, query_len) for node in nodes]
+
+def _columns(indices: tuple[int, ...], arguments: tuple[Any, ...], before: int, query_len: int) -> list[Tensor]:
+    """Return the new tokens' entries in the inputs that mark padding, each [B or 1, q] or [q]."""
+    return [new_columns(arguments[index], before, query_len) for index in indices]
 
 
 def true_indices(mask: Tensor, start: int = 0) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.rewrite.computed_keys import join_heads
-from kvpass.rewrite.prompt import PromptRewrite, PromptRewriteInput, rewrite_prompt
+from kvpass.rewrite.prompt import LayerOutputs, PromptRewriteInput, rewrite_prompt
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
 from kvpass.runtime.backend_base import BackendBase
@@ -44,13 +44,13 @@ ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attent
 
 @dataclasses.dataclass(frozen=True)
 class PromptGraphFacts:
-    """The facts about a prompt graph that its runner reads; an artifact stores them in its manifest.
+    """The facts about a prompt graph that runs read; an artifact stores them in its manifest.
 
     Attributes:
         sites: the attention calls on caches.
         policies: the policy of each layer.
         stores_unrotated_keys: whether keys are stored before their rotary embedding.
-        rewrite: the rewritten graph.
+        layers: the outputs of the rewritten graph for each layer.
         outputs: the number of outputs of Dynamo's graph.
         module_inputs: the argument indices of module tensors.
         key_projections: for each site the argument indices of the tensors that project its new keys.
@@ -66,7 +66,7 @@ class PromptGraphFacts:
     sites: list[SiteFacts]
     policies: list[Policy]
     stores_unrotated_keys: bool
-    rewrite: PromptRewrite
+    layers: list[LayerOutputs]
     outputs: int
     module_inputs: list[int]
     key_projections: list[tuple[int, ...]]
@@ -76,24 +76,6 @@ class PromptGraphFacts:
     sparse_indices: list[sparse_index.SparseIndex] = dataclasses.field(default_factory=list)
     scoring_outputs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     tokens_first: frozenset[int] = frozenset()
-
-
-def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionSite]) -> None:
-    """Raise UnsupportedGraph if the policy needs more of a prompt than this graph shows."""
-    adopts = any(site.past_key is not None for site in sites)
-    sliding = next((site for site in sites if site.window is not None), None)
-    refusals = {
-        f"{policy} replays the attention of the prompt": any("scan" in each.statistics for each in policies),
-        "this layer stored only the end of the prompt": sliding is not None,
-        f"{policy.name} numbers the tokens of a prompt": policy.renumbers,
-    }
-    for reason, holds in refusals.items():
-        if adopts and holds:
-            why = f"{reason}, and this prompt ran uncompiled; run it through the compiled model"
-            walk.refuse(sites[0].call, why)
-    if sliding is not None and policy.renumbers:
-        why = f"{policy.name} numbers the tokens of all layers alike, and this layer has its own sliding window"
-        walk.refuse(sliding.call, why)
 
 
 def policies_by_layer(policy: Policy, layers: int) -> list[Policy]:
@@ -112,126 +94,15 @@ def policies_by_layer(policy: Policy, layers: int) -> list[Policy]:
     return chosen
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class PromptRunner:
-    """Runner of a prompt graph.
+class PromptExecutor(abc.ABC):
+    """Compute the model's own attention for a prompt, and then admit the prompt to slots.
 
     Attributes:
-        graph: the facts about the graph.
-        code: the code of the rewritten graph.
-        inputs: the inputs of the canonical graph, by which sizes are measured; None for code of an artifact.
-        positions: the check of position ids, if keys are stored before their rotary embedding.
-        rotation: computes `LayerCache.rotated_key`; None if keys are stored rotated.
-        unchecked: the graphs to compare at the first call; None without validation, or after it.
-        added: the guards that compiling the graph has added to Dynamo's; None if Dynamo waited for the code.
+        graph: the facts about the prompt graph.
     """
 
-    backend: BackendBase
-    graph: PromptGraphFacts
-    code: DeferredCode = dataclasses.field(default_factory=DeferredCode)
-    inputs: fx.Graph | None = None
-    positions: PositionCheck | None = None
-    rotation: RotationCheck | None = None
-    unchecked: PromptCase | None = None
-    added: symbolic_shapes.AddedGuards | None = None
-    as_traced: UnwrappedSubclasses = dataclasses.field(default_factory=UnwrappedSubclasses)
-
-    @staticmethod
-    def of(
-        backend: BackendBase, captured: Capture, examples: Sequence[Any], stores_unrotated_keys: bool
-    ) -> PromptRunner:
-        """Return the runner of a graph of Dynamo."""
-        canonical_gm, sites, policy = captured.canonical_gm, captured.sites, backend.policy
-        policies = policies_by_layer(policy, len(sites))
-        _check_policy(policy, policies, sites)
-        extras = backend.keeps_operands(policies)
-        padding = padding_inputs_of_sites(canonical_gm, sites, step=False)
-        placeholders, outputs = walk.placeholders(canonical_gm.graph), walk.results(canonical_gm.graph)
-        relaid = with_heads_first(examples, captured.tokens_first)
-        call = PromptRewriteInput(
-            canonical_gm, sites, policies, backend.budget, stores_unrotated_keys, extras, relaid, padding
-        )
-        sparse_indices = [each for site in sites for each in sparse_index.sparse_indices(site.mask)]
-        grown = [pair for each in sparse_indices for pair in sparse_index.cached_scoring_keys(each, outputs)]
-        graph = PromptGraphFacts(
-            sites=[site.facts for site in sites],
-            policies=policies,
-            stores_unrotated_keys=stores_unrotated_keys,
-            rewrite=rewrite_prompt(call),
-            outputs=len(outputs),
-            module_inputs=[index for index, node in enumerate(placeholders) if dynamo.is_of_module(node)],
-            key_projections=[projections.key_projection_indices(site) for site in sites],
-            output_projections=[
-                projections.required_projection_index(site, each) for site, each in zip(sites, policies, strict=True)
-            ],
-            adopted_past=placeholders.index(sites[0].past_key) if sites[0].past_key else None,
-            constants=[*canonical_gm.parameters(), *canonical_gm.buffers()],
-            sparse_indices=sparse_indices,
-            scoring_outputs=[(outputs.index(node), dim) for node, dim in grown],
-            tokens_first=captured.tokens_first,
-        )
-        unchecked = None
-        if backend.validate:
-            plain = [each.with_plain_logits() if each.scales_logits else each for each in policies]
-            rewritten = functools.partial(rewrite_prompt, dataclasses.replace(call, policies=plain))
-            padding_inputs = [placeholders.index(node) for node in padding[0]]
-            unchecked = PromptCase(
-                captured.dynamo_gm, canonical_gm, sites, None if policy.renumbers else rewritten, padding_inputs
-            )
-        positions = PositionCheck(canonical_gm, sites) if stores_unrotated_keys else None
-        rotation = RotationCheck(canonical_gm, sites) if stores_unrotated_keys else None
-        return PromptRunner(
-            backend, graph, DeferredCode(), splicing.extract(canonical_gm, []).graph, positions, rotation, unchecked
-        )
-
-    def compile(self, examples: Sequence[Any]) -> None:
-        """Compile the rewritten graph by the inner compiler, whose errors are passed on.
-
-        A prompt may be the only one, and on a CPU compiling takes longer than the prompt itself.  So the rewritten
-        graph runs uncompiled at first, and is compiled when another prompt arrives on it.
-        """
-        may_come_once = self.backend.inner == "inductor" and inductor.on_cpu(examples)
-        if may_come_once and not self.backend.compiles_at_once:
-            return
-        # A transposed tensor would be new to the compiler, with separate sizes.
-        shown = {index: value for index, value in enumerate(self._inputs()) if index in self.graph.tokens_first}
-        self.code.compiled = self._compile_graph([shown.get(index, x) for index, x in enumerate(examples)])
-
-    def _inputs(self) -> list[Any]:
-        """Return the example values of the rewritten graph's inputs."""
-        assert self.graph.rewrite.rewritten_gm is not None
-        return [walk.example_value(node) for node in walk.placeholders(self.graph.rewrite.rewritten_gm.graph)]
-
-    def _compile_later(self, arguments: Sequence[Any]) -> Callable[..., Any]:
-        """Compile the rewritten graph after Dynamo has set its guards, and note the guards that compiling adds."""
-        inputs = self._inputs()
-        is_dynamic = any(map(symbolic_shapes.symbols, inputs))
-        self.added = self.added or symbolic_shapes.AddedGuards(inputs)  # a compilation that failed may have added some
-        return self._compile_graph(inputs if is_dynamic else arguments)
-
-    def _compile_graph(self, examples: Sequence[Any]) -> Callable[..., Any]:
-        rewrite = self.graph.rewrite
-        assert rewrite.rewritten_gm is not None
-        returned = walk.results(rewrite.rewritten_gm.graph)
-        layers = [returned[site.keys_out] for site in self.graph.sites]
-        with dynamo.compile_lock():
-            run = self.backend.compile_prompt(rewrite.rewritten_gm, examples, layers)
-        if self.added is None or not self.added.expressions:  # nothing reads the graph any more
-            rewrite = dataclasses.replace(rewrite, rewritten_gm=None, calls={})
-            self.graph = dataclasses.replace(self.graph, rewrite=rewrite)
-        return run
-
-    def _code_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return the code for a prompt: the uncompiled graph if the prompt does not fulfil the added guards."""
-        run = self.code.for_run(self.graph.rewrite.rewritten_gm, lambda: self._compile_later(arguments))
-        added = [] if self.added is None else self.added.expressions
-        if not added:
-            return run
-        rewritten_gm, inputs = self.graph.rewrite.rewritten_gm, self.inputs
-        assert rewritten_gm is not None
-        assert inputs is not None
-        is_served = symbolic_shapes.are_true(added, shapes.measure_symbols(inputs, arguments))
-        return run if is_served else UncompiledCode(rewritten_gm)
+    def __init__(self, backend: BackendBase, graph: PromptGraphFacts) -> None:
+        self.backend, self.graph, self.as_traced = backend, graph, UnwrappedSubclasses()
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         with tensors.with_torch_function():
@@ -240,12 +111,11 @@ class PromptRunner:
 
     def _run(self, arguments: tuple[Any, ...], traced: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run the graph; `arguments` are Dynamo's, `traced` are the same with tensor subclasses unwrapped."""
-        self._validate(traced)
         regions.note_run()
         run = self._code_for(traced)
         graph, results = self.graph, list(run(*traced))
         adopted = 0 if graph.adopted_past is None else traced[graph.adopted_past].shape[2]
-        first_ids, rotated_key = self._first_ids(results, traced), self._rotated_key(results, traced)
+        first_ids, rotated_key = self._checked_positions(results, traced)
         pins = self._call_pins(results, adopted)
         layers = [self._prompt_layer(results, i, adopted, pins, arguments, traced) for i in range(len(graph.sites))]
         del results[graph.outputs :]  # Dynamo's code expects its own outputs alone
@@ -271,35 +141,6 @@ class PromptRunner:
         publish_run(PromptResult(self, arguments, tuple(results)))
         return tuple(results)
 
-    def _validate(self, arguments: tuple[Any, ...]) -> None:
-        """Validate the rewritten graph against the model's own on the first call, before it runs."""
-        if self.unchecked is None:
-            return
-        with dynamo.compile_lock():
-            if self.unchecked is not None:  # no other thread has validated it meanwhile
-                done = validate_prompt(self.unchecked, arguments)
-                self.unchecked = None
-                self.backend.note_validation("prompt", done)
-
-    def _first_ids(self, results: list[Any], arguments: tuple[Any, ...]) -> Tensor | None:
-        """Return the position id of each row's first real token if positions are by cache, else None."""
-        if self.positions is None:
-            return None
-        key = results[self.graph.rewrite.outputs[0].key]
-        return self.positions.first_ids(arguments, self._valid(results, 0, key))
-
-    def _rotated_key(self, results: list[Any], arguments: tuple[Any, ...]) -> Tensor | None:
-        """Return the key by which later calls check their rotation; None if keys are stored rotated."""
-        inputs = self.inputs
-        if self.rotation is None or inputs is None:
-            return None
-        key = results[self.graph.rewrite.outputs[0].key]
-
-        def sizes() -> SizeResolver:
-            return SizeResolver((), shapes.measure_symbols(inputs, arguments), key.shape[2])
-
-        return self.rotation.rotated_key(arguments, sizes, key.device)
-
     def _prompt_layer(
         self,
         results: list[Any],
@@ -309,7 +150,7 @@ class PromptRunner:
         arguments: tuple[Any, ...],
         traced: tuple[Any, ...],
     ) -> PromptLayer:
-        site, outputs, policy = self.graph.sites[i], self.graph.rewrite.outputs[i], self.graph.policies[i]
+        site, outputs, policy = self.graph.sites[i], self.graph.layers[i], self.graph.policies[i]
         key, value = results[outputs.key], results[outputs.value]
         valid = self._valid(results, i, key)
         sums = [results[index] for index in outputs.statistics]
@@ -339,7 +180,7 @@ class PromptRunner:
 
     def _call_pins(self, results: list[Any], adopted: int) -> Pins | None:
         """Return the pins of the call that is running, if any, for all tokens of the prompt."""
-        pins, key = call_pins(), results[self.graph.rewrite.outputs[0].key]
+        pins, key = call_pins(), results[self.graph.layers[0].key]
         if pins is None:
             return None
         pins.check(self.backend.policy, key.shape[0], key.shape[2] - adopted)
@@ -348,17 +189,176 @@ class PromptRunner:
     def _valid(self, results: list[Any], i: int, key: Tensor) -> Tensor:
         """Return bool [B, S], False for padding."""
         rows, _, count, _ = key.shape
-        index = self.graph.rewrite.outputs[i].valid_output
+        index = self.graph.layers[i].valid_output
         if index is None:
             return torch.ones(rows, count, dtype=torch.bool, device=key.device)
         valid: Tensor = results[index].expand(rows, -1)
         return valid
+
+    @abc.abstractmethod
+    def _code_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return the code for a prompt."""
+
+    def _checked_positions(self, results: list[Any], arguments: tuple[Any, ...]) -> tuple[Tensor | None, Tensor | None]:
+        """Check the position ids, and return `LayerCache.first_ids` and `rotated_key`; None without checks."""
+        return None, None
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptResult:
     """One run of a prompt graph: its runner, Dynamo's arguments, and the results for Dynamo."""
 
-    runner: PromptRunner
+    runner: PromptExecutor
     arguments: tuple[Any, ...]
     results: tuple[Any, ...]
+
+
+def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionSite]) -> None:
+    """Raise UnsupportedGraph if the policy needs more of a prompt than this graph shows."""
+    adopts = any(site.past_key is not None for site in sites)
+    sliding = next((site for site in sites if site.window is not None), None)
+    refusals = {
+        f"{policy} replays the attention of the prompt": any("scan" in each.statistics for each in policies),
+        "this layer stored only the end of the prompt": sliding is not None,
+        f"{policy.name} numbers the tokens of a prompt": policy.renumbers,
+    }
+    for reason, holds in refusals.items():
+        if adopts and holds:
+            why = f"{reason}, and this prompt ran uncompiled; run it through the compiled model"
+            walk.refuse(sites[0].call, why)
+    if sliding is not None and policy.renumbers:
+        why = f"{policy.name} numbers the tokens of all layers alike, and this layer has its own sliding window"
+        walk.refuse(sliding.call, why)
+
+
+def _graph_facts(captured: Capture, call: PromptRewriteInput, layers: list[LayerOutputs]) -> PromptGraphFacts:
+    """Return the facts about a graph; `layers` are the outputs of its rewrite."""
+    sites, graph = call.sites, call.canonical_gm.graph
+    placeholders, outputs = walk.placeholders(graph), walk.results(graph)
+    sparse_indices = [each for site in sites for each in sparse_index.sparse_indices(site.mask)]
+    grown = [pair for each in sparse_indices for pair in sparse_index.cached_scoring_keys(each, outputs)]
+    return PromptGraphFacts(
+        sites=[site.facts for site in sites],
+        policies=call.policies,
+        stores_unrotated_keys=call.stores_unrotated_keys,
+        layers=layers,
+        outputs=len(outputs),
+        module_inputs=[index for index, node in enumerate(placeholders) if dynamo.is_of_module(node)],
+        key_projections=[projections.key_projection_indices(site) for site in sites],
+        output_projections=[
+            projections.required_projection_index(site, each) for site, each in zip(sites, call.policies, strict=True)
+        ],
+        adopted_past=placeholders.index(sites[0].past_key) if sites[0].past_key else None,
+        constants=[*call.canonical_gm.parameters(), *call.canonical_gm.buffers()],
+        sparse_indices=sparse_indices,
+        scoring_outputs=[(outputs.index(node), dim) for node, dim in grown],
+        tokens_first=captured.tokens_first,
+    )
+
+
+class PromptRunner(PromptExecutor):
+    """Runner of a prompt graph.
+
+    Attributes:
+        inputs: the inputs of the canonical graph, by which sizes are measured.
+        code: the code of the rewritten graph.
+        checks: of position ids and of the rotation of keys, if keys are stored before their rotary embedding.
+        unchecked: the graphs to compare at the first call; None without validation, or after it.
+        rewritten_gm: the rewritten graph; None after it is compiled, unless prompts that fail added guards run it.
+        added: the guards that compiling the graph has added to Dynamo's.
+    """
+
+    def __init__(
+        self, backend: BackendBase, captured: Capture, examples: Sequence[Any], stores_unrotated_keys: bool
+    ) -> None:
+        canonical_gm, sites = captured.canonical_gm, captured.sites
+        policies = policies_by_layer(backend.policy, len(sites))
+        _check_policy(backend.policy, policies, sites)
+        call = PromptRewriteInput(
+            canonical_gm=canonical_gm,
+            sites=sites,
+            policies=policies,
+            budget=backend.budget,
+            stores_unrotated_keys=stores_unrotated_keys,
+            with_operands=backend.keeps_operands(policies),
+            examples=with_heads_first(examples, captured.tokens_first),
+            padding_inputs=padding_inputs_of_sites(canonical_gm, sites, step=False),
+        )
+        rewrite = rewrite_prompt(call)
+        super().__init__(backend, _graph_facts(captured, call, rewrite.outputs))
+        self.inputs, self.code = splicing.extract(canonical_gm, []).graph, DeferredCode()
+        self.checks: tuple[PositionCheck, RotationCheck] | None = None
+        if stores_unrotated_keys:
+            self.checks = PositionCheck(canonical_gm, sites), RotationCheck(canonical_gm, sites)
+        self.unchecked = PromptCase(captured.dynamo_gm, call) if backend.validate else None
+        self.rewritten_gm: fx.GraphModule | None = rewrite.rewritten_gm
+        self.added = symbolic_shapes.AddedGuards()
+
+    def compile(self, examples: Sequence[Any]) -> None:
+        """Compile the rewritten graph by the inner compiler, whose errors are passed on.
+
+        A prompt may be the only one, and on a CPU compiling takes longer than the prompt itself.  So the rewritten
+        graph runs uncompiled at first, and is compiled when another prompt arrives on it.
+        """
+        may_come_once = self.backend.inner == "inductor" and inductor.on_cpu(examples)
+        if may_come_once and not self.backend.compiles_at_once:
+            return
+        # A transposed tensor would be new to the compiler, with separate sizes.
+        shown = {index: value for index, value in enumerate(self._inputs()) if index in self.graph.tokens_first}
+        self.code.compiled = self._compile_graph([shown.get(index, x) for index, x in enumerate(examples)])
+
+    def _inputs(self) -> list[Any]:
+        """Return the example values of the rewritten graph's inputs."""
+        assert self.rewritten_gm is not None
+        return [walk.example_value(node) for node in walk.placeholders(self.rewritten_gm.graph)]
+
+    def _compile_later(self, arguments: Sequence[Any]) -> Callable[..., Any]:
+        """Compile the rewritten graph after Dynamo has set its guards, and note the guards that compiling adds."""
+        inputs = self._inputs()
+        self.added.begin(inputs)
+        return self._compile_graph(inputs if any(map(symbolic_shapes.symbols, inputs)) else arguments)
+
+    def _compile_graph(self, examples: Sequence[Any]) -> Callable[..., Any]:
+        assert self.rewritten_gm is not None
+        returned = walk.results(self.rewritten_gm.graph)
+        layers = [returned[site.keys_out] for site in self.graph.sites]
+        with dynamo.compile_lock():
+            run = self.backend.compile_prompt(self.rewritten_gm, examples, layers)
+        if not self.added.expressions:  # nothing reads the graph any more
+            self.rewritten_gm = None
+        return run
+
+    def _code_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return the code for a prompt: the uncompiled graph if the prompt does not fulfil the added guards."""
+        run = self.code.for_run(self.rewritten_gm, lambda: self._compile_later(arguments))
+        added = self.added.expressions
+        if not added or symbolic_shapes.are_true(added, shapes.measure_symbols(self.inputs, arguments)):
+            return run
+        assert self.rewritten_gm is not None
+        return UncompiledCode(self.rewritten_gm)
+
+    def _run(self, arguments: tuple[Any, ...], traced: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._validate(traced)
+        return super()._run(arguments, traced)
+
+    def _validate(self, arguments: tuple[Any, ...]) -> None:
+        """Validate the rewritten graph against the model's own on the first call, before it runs."""
+        if self.unchecked is None:
+            return
+        with dynamo.compile_lock():
+            if self.unchecked is not None:  # no other thread has validated it meanwhile
+                done = validate_prompt(self.unchecked, arguments)
+                self.unchecked = None
+                self.backend.note_validation("prompt", done)
+
+    def _checked_positions(self, results: list[Any], arguments: tuple[Any, ...]) -> tuple[Tensor | None, Tensor | None]:
+        if self.checks is None:
+            return None, None
+        positions, rotation = self.checks
+        key = results[self.graph.layers[0].key]
+
+        def sizes() -> SizeResolver:
+            return SizeResolver((), shapes.measure_symbols(self.inputs, arguments), key.shape[2])
+
+        first_ids = positions.first_ids(arguments, self._valid(results, 0, key))
+        return first_ids, rotation.rotated_key(arguments, sizes, key.device)

@@ -180,7 +180,7 @@ def _counters(canonical_gm: fx.GraphModule) -> dict[Any, int]:
 
     A cache's own token count is one of them.  Dynamo also passes the strides and the offset of a tensor that is a slice
     of a growing tensor.  No node computes with these: where they matter, the tensor is copied, see
-    `StepRewrite.flat_arguments`.
+    `StepSignature.flat_arguments`.
     """
     placeholders = walk.placeholders(canonical_gm.graph)
     tensors = [walk.example_value(node) for node in placeholders if walk.is_tensor(node)]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import SiteFacts
 from kvpass.policies.pinned_tokens import Pins
-from kvpass.rewrite.pipeline import StepRewrite
+from kvpass.rewrite.pipeline import StepSignature
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.call_context import call_pins
 from kvpass.runtime.call_records import store_undo_records, undo_records_before
@@ -51,8 +51,8 @@ def step_key(caches: list[LayerCache]) -> StepKey:
 class PreparedStep(NamedTuple):
     """A step that is ready to run."""
 
-    rewrite: StepRewrite
-    host_inputs: list[Any]  # the results of `StepRewrite.run_host_graph`
+    signature: StepSignature
+    host_inputs: list[Any]  # the results of `StepSignature.run_host_graph`
     flat: list[Any]  # the arguments of the compiled code
     run: inductor.Compiled
     variant: CompiledVariant | None = None  # None for code of an artifact
@@ -88,14 +88,14 @@ class StepExecutor(abc.ABC):
                 kv_store.pin(cache, pins)
         regions.note_run()
         results = step.run(*step.flat)
-        step.rewrite.count_tokens([cache.slots for cache in caches], results)
+        step.signature.count_tokens([cache.slots for cache in caches], results)
         taken = [
             kv_store.admit_step(cache, site, [results[index] for index in indices])
-            for cache, site, indices in zip(caches, self.sites, step.rewrite.admitted_outputs, strict=True)
+            for cache, site, indices in zip(caches, self.sites, step.signature.admitted_outputs, strict=True)
         ]
         advance_counts(caches, query_len, clocks)
         store_undo_records(caches, undo_records, taken)
-        return StepResult(self, inputs, results, step.host_inputs, key, step.rewrite, before, step.variant)
+        return StepResult(self, inputs, results, step.host_inputs, key, step.signature, before, step.variant)
 
     def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
         """Return the caches in which the running call pins tokens, each with its pins."""
@@ -109,7 +109,7 @@ class StepExecutor(abc.ABC):
     def bind_fast_step(self, inputs: StepInputs) -> BoundStep:
         """Return a callable that does what `advance` does for one token while the caches keep their slots."""
         step = self._prepare_step(inputs)
-        return BoundStep(inputs.caches, step.rewrite, step.run)
+        return BoundStep(inputs.caches, step.signature, step.run)
 
     def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
         """Return the arguments of the last step as they would be `by` tokens later."""
@@ -139,7 +139,7 @@ class StepResult:
     results: Sequence[Any]  # of the rewritten graph
     host_inputs: list[Any]
     key: StepKey
-    rewrite: StepRewrite
+    signature: StepSignature
     length_before: int  # tokens
     variant: CompiledVariant | None
 
@@ -158,17 +158,17 @@ class BoundStep:
     The step does what `StepExecutor.advance` does for a known kind of step, as long as the slots are the same objects.
     """
 
-    def __init__(self, caches: list[LayerCache], rewrite: StepRewrite, run: inductor.Compiled) -> None:
-        self.caches, self.rewrite, self.run = caches, rewrite, run
+    def __init__(self, caches: list[LayerCache], signature: StepSignature, run: inductor.Compiled) -> None:
+        self.caches, self.signature, self.run = caches, signature, run
         self.slots = [cache.slots for cache in caches]
-        self.fixed_arguments = rewrite.fixed_arguments(self.slots)
+        self.fixed_arguments = signature.fixed_arguments(self.slots)
 
     def __call__(self, arguments: tuple[Any, ...], clocks: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         """Run the step and return the results of the graph; `clocks` are each layer's after this token."""
-        call_arguments = self.rewrite.call_arguments(arguments, [], self.slots, self.caches[0].length)
+        call_arguments = self.signature.call_arguments(arguments, [], self.slots, self.caches[0].length)
         for cache in self.caches:
             cache.interrupted = True  # until the counts follow: after an error in between, slots and counts disagree
         results = self.run(*self.fixed_arguments, *call_arguments)
-        self.rewrite.count_tokens(self.slots, results)
+        self.signature.count_tokens(self.slots, results)
         advance_counts(self.caches, 1, clocks)
         return results

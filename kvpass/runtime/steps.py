@@ -10,6 +10,7 @@ from kvpass.cache.handle import check_order_and_lengths, current_cache, handles_
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture
+from kvpass.capture.padding_analysis import padding_inputs_of_sites
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import walk
 from kvpass.rewrite.context import StepContext
@@ -44,7 +45,7 @@ class StepRunner(StepExecutor):
 
     Attributes:
         dynamo_gm: Dynamo's graph until the first rewrite is validated, then None.
-        canonical_gm, sites: the canonical graph and its attention sites.
+        canonical_gm, placeholders, sites: the canonical graph, its inputs and its attention sites.
         tokens_first: see `Capture`; these arguments are transposed to [B, H, S, D] before they are used.
         pasts: for each site the argument indices of the past keys and values.
         sizes, verifier: read sizes from a call's arguments, and check the call.
@@ -57,11 +58,12 @@ class StepRunner(StepExecutor):
     def __init__(self, backend: BackendBase, captured: Capture) -> None:
         canonical_gm, sites = captured.canonical_gm, captured.sites
         self.sizes = StepSizeReader(canonical_gm, sites)
-        counters = [*self.sizes.counters.values()]
-        super().__init__(backend, sites, counters, PaddingTracker.of(canonical_gm, sites))
+        self.placeholders = placeholders = walk.placeholders(canonical_gm.graph)
+        padding_inputs = padding_inputs_of_sites(canonical_gm, sites, step=True)
+        padding = PaddingTracker([tuple(map(placeholders.index, nodes)) for nodes in padding_inputs])
+        super().__init__(backend, sites, [*self.sizes.counters.values()], padding)
         self.canonical_gm, self.dynamo_gm = canonical_gm, captured.dynamo_gm if backend.validate else None
         self.tokens_first = captured.tokens_first
-        placeholders = walk.placeholders(self.canonical_gm.graph)
         self.pasts = [(placeholders.index(s.past_key), placeholders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
         self.as_traced = UnwrappedSubclasses(index for pair in self.pasts for index in pair)
         self.verifier = StepVerifier(self.canonical_gm, self.sites, backend.key_weights_of_steps)
@@ -87,7 +89,7 @@ class StepRunner(StepExecutor):
         caches = [self._cache_of_layer(arguments, indices) for indices in self.pasts]
         check_order_and_lengths(caches)
         self.verifier.check_caches_match_layers(caches, arguments)
-        self.padding.check_hidden(caches)
+        self.padding.check_hidden(caches, self.sites)
         arguments = self.as_traced(arguments)
         query_len = self.query_len(arguments)
         if not query_len:
@@ -135,12 +137,12 @@ class StepRunner(StepExecutor):
         caches, arguments = inputs.caches, inputs.arguments
         key = ShapeKey.of(caches, self.sizes.numbers(arguments))
         variant = self._find_variant(inputs, key)
-        rewrite = variant.rewrite_with_numbers(key)
-        host_inputs = rewrite.run_host_graph(arguments)
-        flat = rewrite.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].length)
-        run = variant.code_for(self.backend, flat, caches[0].layout.stores_unrotated_keys, rewrite.query_len > 1)
+        signature = variant.signature(key)
+        host_inputs = signature.run_host_graph(arguments)
+        flat = signature.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].length)
+        run = variant.code_for(self.backend, flat, caches[0].layout.stores_unrotated_keys, signature.query_len > 1)
         if variant.serves(key):
-            return PreparedStep(rewrite, host_inputs, flat, run, variant)
+            return PreparedStep(signature, host_inputs, flat, run, variant)
         # Compiling has added guards that this call does not meet.
         return self._prepare_step(inputs)
 
@@ -167,7 +169,7 @@ class StepRunner(StepExecutor):
                 sizes=self.sizes.resolve(sizes, tied if dynamic else other_sizes, dynamic),
                 length=caches[0].length,
                 windows=sizes.windows,
-                padding_inputs=self.padding.as_padding_inputs(inputs.known_padding),
+                padding_inputs=self.padding.as_padding_inputs(inputs.known_padding, self.placeholders),
                 compact=inputs.compact,
                 dynamic_layouts=layouts,
             )
@@ -222,20 +224,20 @@ class StepRunner(StepExecutor):
             context = StepContext(plain)
             rewrite = rewrite_step(context)
         assert self.dynamo_gm is not None
-        self.validation = validate(StepCase(self.dynamo_gm, context, rewrite, self.pasts, self.padding.indices))
+        self.validation = validate(StepCase(self.dynamo_gm, context, rewrite, self.pasts))
         self.backend.note_validation("step", self.validation)
         self.dynamo_gm = None
 
     def _dynamo_outputs(self, done: StepResult) -> tuple[Any, ...]:
         """Return the outputs of Dynamo's graph from the results of the rewritten one."""
-        rewrite, caches, arguments = done.rewrite, done.caches, done.arguments
-        outputs = [None if index is None else done.results[index] for index in rewrite.outputs]
-        for index, result in zip(rewrite.grown, done.host_inputs, strict=False):  # others are inputs of the graph
+        caches, made, query_len = done.caches, done.signature.dynamo_outputs, done.signature.query_len
+        outputs = [None if index is None else done.results[index] for index in made.indices]
+        for index, result in zip(made.grown, done.host_inputs, strict=False):  # others are inputs of the graph
             outputs[index] = result
-        for index, beyond in rewrite.length_outputs.items():
-            outputs[index] = caches[0].length - rewrite.query_len + beyond
-        for index, (past, dim) in rewrite.dropped_outputs.items():
-            outputs[index] = longer_placeholder(arguments[past], dim, rewrite.query_len)
+        for index, beyond in made.lengths.items():
+            outputs[index] = done.length_before + beyond
+        for index, (past, dim) in made.dropped.items():
+            outputs[index] = longer_placeholder(done.arguments[past], dim, query_len)
         for site, cache in zip(self.sites, caches, strict=True):
             outputs[site.keys_out], outputs[site.values_out] = handles_of(cache, site.token_dims)
         return tuple(outputs)

@@ -7,14 +7,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch.fx as fx
-
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import hold_whole_prompt
 from kvpass.errors import KVPassWarning, PolicyError, UnsupportedGraph
-from kvpass.fx import splicing
-from kvpass.rewrite.pipeline import StepRewrite
+from kvpass.fx import shapes, splicing
+from kvpass.rewrite.pipeline import StepRewrite, StepSignature
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.lru_cache import LruCache
@@ -108,19 +106,25 @@ Rewrite = Callable[[DynamicDims | None], StepRewrite]
 
 
 class CompiledVariant:
-    """A rewritten step graph and its compiled code."""
+    """A rewritten step graph until it is compiled, then its code."""
 
     def __init__(self, rewrite: StepRewrite, key: ShapeKey, dynamic_indices: tuple[int, ...] = ()) -> None:
         """Take the key of the call that the graph was rewritten for, and its indices that are dynamic."""
-        self._rewrite, self.key, self._dynamic_indices = rewrite, key, dynamic_indices
-        self.code = DeferredCode()
-        self._by_key = LruCache[ShapeKey, StepRewrite]()
+        self._rewrite: StepRewrite | None = rewrite  # None after it is compiled
+        self._signature, self._sizes = rewrite.signature, rewrite.dynamic
+        self.key, self._dynamic_indices, self.code = key, dynamic_indices, DeferredCode()
+        self._by_key = LruCache[ShapeKey, StepSignature]()
 
-    def rewrite_with_numbers(self, key: ShapeKey) -> StepRewrite:
-        """Return the rewrite with numbers for its dynamic sizes, for a call with this shape key."""
-        rewrite = self._by_key.find(key)
-        numbers = [key.all_numbers[index] for index in self._dynamic_indices]
-        return rewrite or self._by_key.put(key, self._rewrite.with_numbers(numbers))
+    def signature(self, key: ShapeKey) -> StepSignature:
+        """Return the signature with numbers for its dynamic sizes, for a call with this shape key."""
+        if self._sizes is None:
+            return self._signature
+        numbers = dict(zip(self._sizes.symbols, self._dynamic_numbers(key), strict=True))
+        found = self._by_key.find(key)
+        return found or self._by_key.put(key, self._signature.with_numbers(lambda size: shapes.number(size, numbers)))
+
+    def _dynamic_numbers(self, key: ShapeKey) -> list[int]:
+        return [key.all_numbers[index] for index in self._dynamic_indices]
 
     def serves(self, key: ShapeKey) -> bool:
         """Return whether the graph is valid for a call with this shape key."""
@@ -128,17 +132,7 @@ class CompiledVariant:
             return True
         pairs = enumerate(zip(key.all_numbers, self.key.all_numbers, strict=True))
         same = all(one == other for index, (one, other) in pairs if index not in self._dynamic_indices)
-        sizes = self._rewrite.dynamic
-        return same and (sizes is None or sizes.hold([key.all_numbers[index] for index in self._dynamic_indices]))
-
-    def _release_graph(self, graph: fx.Graph) -> None:
-        """Drop the graph, which nothing reads after it is compiled; code that runs it keeps no example tensors."""
-        splicing.release_example_data(graph)
-        self._rewrite.rewritten_gm = None
-        for rewrite in self._by_key.snapshot():
-            rewrite.rewritten_gm = None
-        dynamo.release_source_lines()
-        inductor.return_free_memory()
+        return same and (self._sizes is None or self._sizes.hold(self._dynamic_numbers(key)))
 
     def code_for(
         self, backend: BackendBase, flat: list[Any], stores_unrotated_keys: bool, chunk: bool
@@ -147,15 +141,20 @@ class CompiledVariant:
 
         A chunk may be the only one, as the rest of a prompt or a turn often is, and compiling takes half a minute.
         """
-        rewrite, rewritten_gm = self._rewrite, self._rewrite.rewritten_gm
+        rewrite = self._rewrite
 
         def compile() -> inductor.Compiled:
-            assert rewritten_gm is not None
-            run = backend.compile_step(rewritten_gm, rewrite.examples or flat, stores_unrotated_keys, rewrite.dynamic)
-            self._release_graph(rewritten_gm.graph)
+            assert rewrite is not None
+            rewritten_gm, examples = rewrite.rewritten_gm, rewrite.examples or flat
+            run = backend.compile_step(rewritten_gm, examples, stores_unrotated_keys, rewrite.dynamic)
+            splicing.release_example_data(rewritten_gm.graph)  # code that runs the graph needs none
+            self._rewrite = None
+            dynamo.release_source_lines()
+            inductor.return_free_memory()
             return run
 
-        return self.code.for_run(rewritten_gm if chunk and not backend.compiles_at_once else None, compile)
+        waits = rewrite is not None and chunk and not backend.compiles_at_once
+        return self.code.for_run(rewrite.rewritten_gm if rewrite and waits else None, compile)
 
 
 class VariantCache:

@@ -88,15 +88,19 @@ def are_true(guards: Iterable[sympy.Expr], numbers: Mapping[Any, int]) -> bool:
 
 
 class AddedGuards:
-    """The guards that are set on the sizes of a graph after this object is made.
+    """The guards that are set on the sizes of a graph after `begin`.
 
     Dynamo checks only the guards that were set before its backend returned.
     """
 
-    def __init__(self, values: Iterable[Any]) -> None:
-        """Take the sizes and fake tensors that are the graph's inputs."""
-        self._env = _shape_env(values)
-        self._before = 0 if self._env is None else len(self._env.guards)
+    def __init__(self) -> None:
+        self._env: Any = None
+        self._before = 0
+
+    def begin(self, values: Iterable[Any]) -> None:
+        """Begin to note guards, unless that has begun; `values` are the sizes and fake tensors that are inputs."""
+        if self._env is None and (env := _shape_env(values)) is not None:
+            self._before, self._env = len(env.guards), env  # in this order, as other threads read them
 
     @property
     def expressions(self) -> list[sympy.Expr]:

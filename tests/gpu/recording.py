@@ -67,7 +67,8 @@ class Recording(Backend):
             rewrite = rewrite_step(StepContext(gpu_call))
         patches = step_settings(self, call.layouts[0].stores_unrotated_keys)
         names = [node.name for node in walk.placeholders(rewrite.rewritten_gm.graph)]
-        self.steps.append(Step(rewrite.rewritten_gm, names, patches, call.compact, rewrite.query_len, len(call.sites)))
+        query_len = rewrite.signature.query_len
+        self.steps.append(Step(rewrite.rewritten_gm, names, patches, call.compact, query_len, len(call.sites)))
         return super().rewrite(call)
 
     @property

@@ -31,22 +31,3 @@ def test_an_entry_that_another_thread_drops_while_it_is_found() -> None:
     cache.put("a", 1)
     assert cache.find("a") == 1
     assert not cache
-
-
-class Key:
-    """A key whose hash is computed in Python, where another thread may take over and change the dictionary."""
-
-    hashed = 0
-
-    def __hash__(self) -> int:
-        Key.hashed += 1
-        return 0
-
-
-def test_values_are_read_in_one_go_while_other_threads_change_the_dictionary() -> None:
-    cache = LruCache[Key, int]()
-    for index in range(3):
-        cache.put(Key(), index)
-    before = Key.hashed
-    assert cache.snapshot() == [0, 1, 2]
-    assert Key.hashed == before

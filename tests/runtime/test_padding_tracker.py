@@ -52,7 +52,7 @@ class Conversation:
     def __post_init__(self) -> None:
         policy = kvpass.backend("streaming", budget=8, interval=2 if self.clocks else 1).policy
         self.caches = [layer_cache(len(self.real), policy) for _ in range(2)]
-        self.tracker = PaddingTracker([("mask",), ()], {"mask": MASK})
+        self.tracker = PaddingTracker([(MASK,), ()])
 
     @property
     def length(self) -> int:
@@ -163,7 +163,7 @@ def test_a_token_is_shown_only_if_all_inputs_show_it(rows: int, length: int, dat
     one, two = (torch.tensor([data.draw(size) for _ in range(rows)]).long() for _ in range(2))
     policy = kvpass.backend("streaming", budget=8).policy
     caches = [layer_cache(rows, policy) for _ in range(2)]
-    tracker = PaddingTracker([("one", "two"), ("one",)], {"one": OTHER, "two": MASK})
+    tracker = PaddingTracker([(OTHER, MASK), (OTHER,)])
     arguments = (one, torch.zeros(1), two)
     assert tracker.unchanged_inputs(caches, arguments, length) == {OTHER, MASK}
     tracker.record_padding(caches, arguments, 0, length)
@@ -200,17 +200,20 @@ def test_padding_that_no_input_of_a_step_marks_is_refused() -> None:
     node = fx.Graph().placeholder("attention")
     names = ("call", "query", "key", "value", "past_key", "past_value", "grown_key", "grown_value")
     site = AttentionSite(0, 0, False, attended=(node, node), mask=None, **dict.fromkeys(names, node))
-    known = PaddingTracker([("mask",), ()], {"mask": MASK}, [site, site])
-    known.check_hidden(conversation.caches)
-    unknown = PaddingTracker([(), ()], {}, [site, site])
+    known = PaddingTracker([(MASK,), ()])
+    known.check_hidden(conversation.caches, [site, site])
+    unknown = PaddingTracker([(), ()])
     with pytest.raises(UnsupportedGraph, match="earlier masks hid padding"):
-        unknown.check_hidden(conversation.caches)
+        unknown.check_hidden(conversation.caches, [site, site])
 
 
 def test_a_rewrite_knows_the_inputs_that_are_unchanged() -> None:
-    tracker = PaddingTracker([("one", "other"), ("one",)], {"one": OTHER, "other": MASK})
-    padding_inputs = tracker.as_padding_inputs(frozenset({MASK}))
-    assert (padding_inputs.by_layer, padding_inputs.known) == ((("one", "other"), ("one",)), frozenset({"other"}))
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("ids", "one", "other")]
+    tracker = PaddingTracker([(1, 2), (1,)])
+    padding_inputs = tracker.as_padding_inputs(frozenset({2}), nodes)
+    _, one, other = nodes
+    assert (padding_inputs.by_layer, padding_inputs.known) == (((one, other), (one,)), frozenset({other}))
 
 
 @given(pieces=calls(), width=st.integers(0, 24))

@@ -170,7 +170,8 @@ def test_guards_that_follow_from_dynamos_are_not_added() -> None:
     one, two, three = (sizes.size(symbol) for symbol in sizes.symbols)
     assert one <= two
     assert two <= one
-    added = symbolic_shapes.AddedGuards([one, two, three])
+    added = symbolic_shapes.AddedGuards()
+    added.begin([one, two, three])
     assert added.expressions == []
     assert one == two
     assert added.expressions == []
@@ -183,4 +184,6 @@ def test_guards_that_follow_from_dynamos_are_not_added() -> None:
 
 
 def test_sizes_that_are_numbers_have_no_guards() -> None:
-    assert symbolic_shapes.AddedGuards([torch.ones(3), 4]).expressions == []
+    added = symbolic_shapes.AddedGuards()
+    added.begin([torch.ones(3), 4])
+    assert added.expressions == []

@@ -92,7 +92,7 @@ def test_a_step_is_rewritten_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_warm_step_does_not_wait_for_another_thread_that_compiles() -> None:
     """Check that running compiled code takes no lock of the compiler."""
-    rewrite: Any = SimpleNamespace(rewritten_gm=None)
+    rewrite: Any = SimpleNamespace(signature=None, dynamic=None)
     variant: Any = CompiledVariant(rewrite, ShapeKey(()))
     variant.code.compiled, found = (lambda *_: "compiled"), []
     with dynamo.compile_lock():

@@ -44,7 +44,7 @@ class Rewriter:
             raise PolicyError("a symbol where the policy needs a number")
         self.made.append(None if dims is None else dims.indices)
         sizes = None if dims is None else dims.sizes
-        return SimpleNamespace(dynamic=sizes, with_numbers=lambda numbers: tuple(numbers))
+        return SimpleNamespace(dynamic=sizes, signature=None)
 
 
 class Calls:
@@ -232,19 +232,21 @@ def doubling() -> Any:
     node = graph.placeholder("x")
     graph.output((graph.call_function(torch.add, (node, node)),))
     rewritten_gm = fx.GraphModule(torch.nn.Module(), graph)
-    return SimpleNamespace(rewritten_gm=rewritten_gm, examples=None, dynamic=None)
+    return SimpleNamespace(rewritten_gm=rewritten_gm, signature=None, examples=[], dynamic=None)
 
 
 @pytest.mark.parametrize(("chunk", "at_once", "uncompiled"), [(True, False, 1), (True, True, 0), (False, False, 0)])
 def test_a_chunk_is_compiled_for_when_it_comes_again(chunk: bool, at_once: bool, uncompiled: int) -> None:
     rewrite, backend = doubling(), CountingBackend(at_once)
-    variant = CompiledVariant(rewrite, ShapeKey((1, 4)))
+    variant, graph = CompiledVariant(rewrite, ShapeKey((1, 4))), weakref.ref(rewrite.rewritten_gm)
+    del rewrite
     for call in range(3):
         code: Any = variant.code_for(backend, [], False, chunk)  # type: ignore[arg-type]
         assert backend.compiled == (call >= uncompiled)
         if call < uncompiled:
             assert code(torch.ones(2))[0].tolist() == [2, 2]
-    assert rewrite.rewritten_gm is None  # the graph is released
+    gc.collect()
+    assert graph() is None  # it is released
 
 
 class AddingRewrite:

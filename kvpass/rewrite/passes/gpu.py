@@ -28,7 +28,7 @@ def copy_write_indices(step: StepContext) -> PassRecord:
 
 
 def move_counters_to_caller(step: StepContext) -> PassRecord:
-    """Remove the updates of token counters from every layer; `StepRewrite.count_tokens` does them in two launches.
+    """Remove the updates of token counters from every layer; `StepSignature.count_tokens` does them in two launches.
 
     Counting for all layers by `_foreach_copy_` inside the graph is wrong: Inductor may run a kernel that reads a
     counter after the kernel that overwrites it.

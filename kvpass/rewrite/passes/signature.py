@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvpass.fx import alias, shapes, splicing, walk
 from kvpass.fx.walk import example_value
-from kvpass.rewrite.context import Outputs, PassRecord, PolicyWeights, StepContext
+from kvpass.rewrite.context import DynamoOutputs, Outputs, PassRecord, PolicyWeights, StepContext
 from kvpass.torch_private import dynamo, fx_nodes
 
 
@@ -99,7 +99,7 @@ def drop_growing_outputs(step: StepContext) -> PassRecord:
     ]
     for node in step.host_checks:
         step.graph.erase_node(node)
-    removed = [index for index, new_index in enumerate(step.outputs.outputs) if new_index is None]
+    removed = [index for index, new_index in enumerate(step.outputs.dynamo_outputs.indices) if new_index is None]
     return PassRecord([f"output {index}" for index in removed])
 
 
@@ -127,13 +127,14 @@ def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
     removed = {*caches, *lengths, *grown, *step.attention.dropped_outputs}
     kept = [output for index, output in enumerate(originals) if index not in removed]
     order = iter(range(len(kept)))
-    outputs = [None if index in removed else next(order) for index in range(len(originals))]
+    indices = [None if index in removed else next(order) for index in range(len(originals))]
     starts = [*itertools.accumulate(map(len, step.attention.admitted_outputs), initial=len(kept))]
     chunks = [list(range(start, stop)) for start, stop in itertools.pairwise(starts)]
     kept += [node for chunk in step.attention.admitted_outputs for node in chunk]
     valid_output = None if step.valid_output is None else len(kept)
     kept += [] if step.valid_output is None else [step.valid_output]
-    return Outputs(outputs, lengths, grown, chunks, valid_output), kept
+    outputs = DynamoOutputs(indices, lengths, grown, step.attention.dropped_outputs)
+    return Outputs(outputs, chunks, valid_output), kept
 
 
 def resolve_sizes(step: StepContext) -> PassRecord:
@@ -167,7 +168,7 @@ def _reader(size: fx.Node) -> fx.Node:
 
 
 def order_inputs(step: StepContext) -> PassRecord:
-    """Put the placeholders in the order in which `StepRewrite.flat_arguments` returns their values."""
+    """Put the placeholders in the order in which `StepSignature.flat_arguments` returns their values."""
     new_inputs = [
         *(node for nodes in step.slot_inputs for node in nodes),
         *dict.fromkeys(node for nodes in step.policy_weights.of_layers for node in nodes),

@@ -37,19 +37,23 @@ class StepCase:
         dynamo_gm: the model's own graph.
         context, rewrite: the context that the passes shared, and the result.
         pasts: for each layer, the indices of its keys and values among the arguments.
-        padding_inputs: the inputs that mark padding, and their indices.
     """
 
     dynamo_gm: fx.GraphModule
     context: StepContext
     rewrite: StepRewrite
     pasts: Sequence[tuple[int, int]]
-    padding_inputs: dict[fx.Node, int]
 
     @property
     def call(self) -> StepRewriteInput:
         """The current call on the canonical graph; nothing writes to its slots."""
         return self.context.call
+
+    @functools.cached_property
+    def padding_inputs(self) -> dict[fx.Node, int]:
+        """The inputs that mark padding, and their indices."""
+        placeholders = walk.placeholders(self.call.canonical_gm.graph)
+        return {node: placeholders.index(node) for nodes in self.call.padding_inputs.by_layer for node in nodes}
 
     @functools.cached_property
     def written_inputs(self) -> frozenset[int]:
@@ -63,7 +67,7 @@ class StepCase:
     @property
     def query_len(self) -> int:
         """q of the current call."""
-        return symbolic_shapes.size_hint(self.rewrite.query_len)
+        return symbolic_shapes.size_hint(self.rewrite.signature.query_len)
 
     @functools.cached_property
     def most_keys(self) -> float:
@@ -120,8 +124,7 @@ class Conversation:
         self.valid = self._valid()
         self.stored = [min(plan.count, window or plan.count) for window in step.context.windows]
         self.kept = [self._choose_kept(layer) for layer in range(len(step.call.layouts))]
-        numbers = {index: symbolic_shapes.size_hint(size) for index, size in step.rewrite.length_outputs.items()}
-        self.rewrite = dataclasses.replace(step.rewrite, query_len=step.query_len, length_outputs=numbers)
+        self.signature = step.rewrite.signature.with_numbers(symbolic_shapes.size_hint)
         self._rows: dict[Any, tuple[EncodedVectors, EncodedVectors]] = {}
         self._rotated: dict[Any, Tensor] = {}
         self.arguments_without_past = self._plain_arguments()
@@ -130,7 +133,7 @@ class Conversation:
         """Return which tokens are real: up to two on the left are padding, and one in the middle (`has_gap`)."""
         # Only an input can mark padding, and explicit positions would not count it.  A gap would change ranks.
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
-        has_positions = self.step.stores_unrotated_keys and self.step.rewrite.positions
+        has_positions = self.step.stores_unrotated_keys and self.step.context.rotations.positions
         if self.plan.pads_left and self.step.context.padding_inputs.known and not has_positions:
             for row in range(self.batch):
                 valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
@@ -187,11 +190,10 @@ class Conversation:
         for i, argument in enumerate(arguments):
             if i not in padding_inputs and i not in self._pasts and self._is_ids(argument):
                 arguments[i] = self._continue_ids(argument)
-        known = {node.name for node in self.step.context.padding_inputs.known}
         for node, index in self.step.padding_inputs.items():
-            if node.name in known:
+            if node in self.step.call.padding_inputs.known:
                 arguments[index] = self._mark_padding(arguments[index])
-        for index in self.step.rewrite.positions:
+        for index in self.step.context.rotations.positions:
             counted = torch.arange(self.count, self.count + self.step.query_len)
             arguments[index] = counted.expand(arguments[index].shape).to(arguments[index])
         return tuple(arguments)

@@ -33,15 +33,15 @@ class SyntheticSlots:
         conversation = self.conversation
         arguments = tuple(map(conversation.plain_argument, range(len(conversation.arguments_without_past))))
         slots = [self.for_layer(layer) for layer in range(len(self.step.call.layouts))]
-        host_inputs = conversation.rewrite.run_host_graph(arguments)
-        others = conversation.rewrite.call_arguments(arguments, host_inputs, slots, conversation.count)
+        host_inputs = conversation.signature.run_host_graph(arguments)
+        others = conversation.signature.call_arguments(arguments, host_inputs, slots, conversation.count)
         shared = [set() if self._rewrites_vectors(layer) else set(x.kv_names) for layer, x in enumerate(slots)]
         of_slots = [
             (tensor, name in unchanged)
             for each, unchanged in zip(slots, shared, strict=True)
             for name, tensor in zip(each.names, each.tensors(), strict=True)
         ]
-        rest = [*conversation.rewrite.policy_weights, *others]
+        rest = [*conversation.signature.policy_weights, *others]
 
         def argument(index: int) -> Any:
             if index >= len(of_slots):

@@ -207,24 +207,24 @@ def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -
     stored_as_codes = step.call.layouts[0].kv_dtype is not None
     if stored_as_codes and step.context.decodes:  # attention reads the new row as stored
         lockstep.run_canonical(conversation.columns, _rounding(step))
-    actual, rewrite = _run_rewritten(step, conversation, lockstep), conversation.rewrite
-    outputs = [None if index is None else actual[index] for index in rewrite.outputs]
+    actual, signature = _run_rewritten(step, conversation, lockstep), conversation.signature
+    made = signature.dynamo_outputs
+    outputs = [None if index is None else actual[index] for index in made.indices]
     if last is None:
-        for index, beyond in rewrite.length_outputs.items():
+        for index, beyond in made.lengths.items():
             outputs[index] = conversation.count + beyond
-        precomputed = rewrite.run_host_graph(conversation.arguments_without_past)  # outputs, then inputs of the graph
-        for index, grown in zip(rewrite.grown, precomputed, strict=False):
+        precomputed = signature.run_host_graph(conversation.arguments_without_past)  # outputs, then inputs of the graph
+        for index, grown in zip(made.grown, precomputed, strict=False):
             outputs[index] = grown
-    lockstep.compare_outputs(outputs, wanted, rewrite.dropped_outputs)
+    lockstep.compare_outputs(outputs, wanted, made.dropped)
     return lockstep.may_see_no_key
 
 
 def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockstep) -> list[Any]:
     visits: dict[fx.Node, Visit] = {}
     slots = SyntheticSlots(conversation)
-    rewritten_gm = step.rewrite.rewritten_gm
-    assert rewritten_gm is not None
-    context, nodes = step.context, set(rewritten_gm.graph.nodes)
+    context, rewritten_gm = step.context, step.rewrite.rewritten_gm
+    nodes = set(rewritten_gm.graph.nodes)
     rewritten_sites = [each for site in context.sites for each in site.attention_calls]
     padded = (~conversation.valid.all(-1)).to(step.call.layouts[0].device)
     for (layer, site), rewritten in zip(lockstep.calls, rewritten_sites, strict=True):

@@ -96,7 +96,7 @@ def test_texts_without_a_token_to_score_are_refused(texts: dict[str, list[int]])
 @pytest.mark.parametrize("texts", [{}, {"a": [], "b": []}])
 def test_prompts_are_not_made_of_empty_texts(measure: Measure, texts: dict[str, list[int]], tokenizer: Any) -> None:
     standing = session(texts, tokenizer=tokenizer)
-    with pytest.raises(kvpass.KVPassError, match="a text of 0 tokens is too short to make prompts of"):
+    with pytest.raises(kvpass.KVPassError, match="a text of 0 tokens is too short to measure anything"):
         next(iter(measure.rows(standing)))
 
 
