@@ -82,7 +82,7 @@ class CompiledCall:
         self.call, self.strict, self.model, self.backend = call, strict, model, backend
         self.regions = regions or LayerRegions()
         self.parameter_names, self.cache_keyword = (
-            model_access.parameter_names(model),
+            tuple(model_access.forward_parameters(model)),
             model_access.cache_keyword(model),
         )
         dynamo.never_compile_alone(CompiledCall.__call__)
