@@ -323,8 +323,7 @@ def _truth(value: Any) -> Any:
 
 _PLAIN: dict[Any, _Check] = {
     Any: _Check("anything", lambda value: value),
-    None: _Check("None", lambda value: REFUSED if value is not None else None),
-    type(None): _Check("None", lambda value: REFUSED if value is not None else None),
+    **dict.fromkeys((None, type(None)), _Check("None", lambda value: REFUSED if value is not None else None)),
     int: _Check("a 64-bit integer", _whole),
     float: _Check("a number", _number),
     bool: _Check("True or False", _truth),

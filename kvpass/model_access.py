@@ -22,22 +22,21 @@ from kvpass.torch_private import dynamo
 OLD_KEYWORD, NEW_KEYWORD = "past_key_values", "cache"
 
 
-def parameter_names(model: Any) -> tuple[str, ...]:
-    """Return the names of the parameters of a model's forward, or of a function."""
-    return tuple(_parameter_kinds(getattr(model, "forward", model)))
-
-
-def _parameter_kinds(forward: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the kinds of a function's parameters by name, in order; for a method, without its first parameter."""
-    if inspect.ismethod(forward) and "forward" not in getattr(forward.__self__, "__dict__", {}):
-        _, *others = _kinds_in_class(forward.__func__).items()
-        return dict(others)
-    return _kinds_in_class.__wrapped__(forward)  # a function that is made for one model, and would keep it alive
+def forward_parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a model's forward, or of a function; none if Python does not know them."""
+    forward = getattr(model, "forward", model)
+    try:
+        if inspect.ismethod(forward) and "forward" not in getattr(forward.__self__, "__dict__", {}):
+            _, *others = _parameters_in_class(forward.__func__).items()
+            return dict(others)
+        return inspect.signature(forward).parameters  # of one model, which a cache would keep alive
+    except (TypeError, ValueError):
+        return {}
 
 
 @functools.lru_cache(maxsize=256)
-def _kinds_in_class(function: Callable[..., Any]) -> Mapping[str, Any]:
-    return {name: parameter.kind for name, parameter in inspect.signature(function).parameters.items()}
+def _parameters_in_class(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 def cache_keyword(model: Any) -> str:
@@ -47,7 +46,7 @@ def cache_keyword(model: Any) -> str:
         model: a module, a compiled one, one that wraps another as PEFT's and DDP's do, or a function.
     """
     for each in _wrapped_models(model):
-        taken = parameter_names(each)
+        taken = forward_parameters(each)
         for name in (OLD_KEYWORD, NEW_KEYWORD):  # a model from before the rename may use `cache` for something else
             if name in taken:
                 return name
@@ -58,9 +57,8 @@ def keyword_names(model: Any) -> tuple[str, ...]:
     """Return the names of the arguments that a call of a model reaches, through wrappers that pass others on."""
     names = dict[str, None]()
     for each in _wrapped_models(model):
-        kinds = _parameter_kinds(getattr(each, "forward", each))
-        names |= dict.fromkeys(kinds)
-        if inspect.Parameter.VAR_KEYWORD not in kinds.values():
+        names |= dict.fromkeys(forward_parameters(each))
+        if not takes_any_keyword(each):
             break
     return tuple(names)
 
@@ -151,7 +149,7 @@ _OTHERS = frozenset({"use_cache", "cache_position", "cache_implementation"})
 
 def cache_parameter(module: Any) -> tuple[str, int] | None:
     """Return the name and position of the parameter of a module's forward for a cache, or None."""
-    for position, name in enumerate(_kinds(module)):
+    for position, name in enumerate(forward_parameters(module)):
         if name not in _OTHERS and not name.endswith("_length") and _NAMES.search(name):
             return name, position
     return None
@@ -159,21 +157,13 @@ def cache_parameter(module: Any) -> tuple[str, int] | None:
 
 def nested_parameters(module: Any) -> tuple[str, ...]:
     """Return the parameters of a module's forward that are annotated as tuples."""
-    annotations = {name: each.annotation for name, each in inspect.signature(module.forward).parameters.items()}
-    return tuple(name for name, annotation in annotations.items() if "tuple[" in str(annotation).lower())
+    parameters = forward_parameters(module).items()
+    return tuple(name for name, parameter in parameters if "tuple[" in str(parameter.annotation).lower())
 
 
 def takes_any_keyword(module: Any) -> bool:
     """Return whether a module's forward takes keyword arguments that it does not name."""
-    return inspect.Parameter.VAR_KEYWORD in _kinds(module).values()
-
-
-def _kinds(module: Any) -> Mapping[str, Any]:
-    """Return the kinds of the parameters of a module's forward; none for a function that is not Python's."""
-    try:
-        return _parameter_kinds(module.forward)
-    except (TypeError, ValueError):
-        return {}
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in forward_parameters(module).values())
 
 
 def makes_empty_cache(model: Any, named: Mapping[str, Any]) -> bool:

@@ -214,7 +214,7 @@ def _replace(
     step: StepContext, masks: Masks, layer: int, site: AttentionSite, new: tuple[fx.Node, fx.Node, fx.Node]
 ) -> dict[str, fx.Node]:
     """Replace one attention call, see `replace_outputs`; `new` are the rotated key, the stored key, and the value."""
-    mask, _ = masks.for_site(site, layer)
+    mask = masks.for_site(site, layer)
     rotary = step.rotations.subgraphs[layer] if step.rotations.subgraphs else None
     computed = cut_computed_keys(step.step_gm, site, step.sizes, mask.key_features if mask else ())
     bound = {

@@ -280,9 +280,7 @@ class DetachedRow(Tensor):
     def like(row: Tensor) -> DetachedRow:
         """Return a row with the shape, dtype and device of a tensor."""
         dynamo.never_compile_alone(DetachedRow.__torch_function__)
-        return (
-            torch.full((1,), torch.nan, dtype=row.dtype, device=row.device).expand(row.shape).as_subclass(DetachedRow)
-        )
+        return row.new_full((1,), torch.nan).expand(row.shape).as_subclass(DetachedRow)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -24,6 +24,7 @@ from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.stepping import LoopState
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
 from kvpass.policies.base import Policy
+from kvpass.runtime.backend_base import CACHE_SETTINGS
 from kvpass.runtime.cache_changes import mark_addresses_static
 from kvpass.runtime.model_identity import differences, digests, settings_of, weak_references
 from kvpass.torch_private import dynamo
@@ -33,7 +34,6 @@ VERSION = 4
 OLDER = "run the text of the conversation as a prompt and save the cache again"
 KEY = "kvpass.cache"
 """The entry of the file's metadata that holds the header."""
-_SETTINGS = ("policy", "budget", "positions", "kv_dtype", "crop")
 _SCALARS = (bool, int, float, str, type(None))
 _LOOP = "loop."
 
@@ -161,8 +161,7 @@ def _check_owner(loop: DecodeLoop | None, of_loop: bool) -> None:
 
 
 def settings_entry(backend: Backend) -> dict[str, Any]:
-    settings = {name: getattr(backend, name) for name in _SETTINGS}
-    return settings | {"policy": policies.to_entry(backend.policy)}
+    return {name: getattr(backend, name) for name in CACHE_SETTINGS} | {"policy": policies.to_entry(backend.policy)}
 
 
 def _layer_entry(layer: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -186,11 +185,11 @@ def _backend_for(saved: Mapping[str, Any], compiled: Any) -> Backend:
     """Return the backend that continues the cache: the model's if it is compiled, or one with the file's settings."""
     own_backend = compiled if isinstance(compiled, Backend) else dynamo.backend_of(compiled)
     if not isinstance(own_backend, Backend):
-        others: dict[str, Any] = {name: saved[name] for name in _SETTINGS if name != "policy"}
+        others: dict[str, Any] = {name: saved[name] for name in CACHE_SETTINGS if name != "policy"}
         return backend(policy_of(saved["policy"]), **others)
     here = settings_entry(own_backend)
     wrong = [
-        f"{name} {saved[name]!r} in the file and {here[name]!r} here" for name in _SETTINGS if saved[name] != here[name]
+        f"{name} {saved[name]!r} in the file and {here[name]!r} here" for name in here if saved[name] != here[name]
     ]
     if wrong:
         raise CacheFileError(f"it was made under other settings: {'; '.join(wrong)}")

@@ -199,11 +199,9 @@ class RequestScheduler:
         try:
             while any(name not in done for name in names):
                 with self.loop.lock:
-                    for output in self.step():
-                        if output.request_id not in names:
-                            self.undelivered.append(output)
-                        elif output.is_finished():
-                            done[output.request_id] = output
+                    outputs = self.step()
+                    self.undelivered += [each for each in outputs if each.request_id not in names]
+                done |= {each.request_id: each for each in outputs if each.request_id in names and each.is_finished()}
         except BaseException:
             self._withdraw(names)
             raise

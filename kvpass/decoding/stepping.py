@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import collections
+import dataclasses
 import functools
 import itertools
 import operator
@@ -20,7 +21,6 @@ from kvpass import model_access
 from kvpass.arguments import short_text
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle
-from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.model_cache import caches_in, layers_of, other_integers, refresh_handles
 from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.sampling import Sampling
@@ -385,6 +385,24 @@ class LoopState(DecodeState):
         self._record(self.loop.sampling.choose(logits[:, -1], self.loop.generator))
 
 
+@dataclasses.dataclass
+class AdoptedStep:
+    """The last step through the model, with the arguments of the step that ran last."""
+
+    runner: StepExecutor
+    inputs: StepInputs
+    arguments: tuple[Any, ...]
+    mask: Tensor
+    logits_index: int
+    length_before: int  # tokens
+    holds_after: Callable[[int], bool]
+    is_repeatable: bool  # its arguments were those of the step before, advanced by one token
+
+    def arguments_after(self, by: int) -> tuple[Any, ...]:
+        """Return the arguments as they would be `by` tokens later."""
+        return self.runner.arguments_after(self.inputs.caches, self.arguments, by)
+
+
 class RepeatedStep:
     """A decode step that is repeated without Dynamo and without the model's Python.
 
@@ -394,20 +412,17 @@ class RepeatedStep:
     outside of the graph computes an argument anew.  The loop repeats them only as long as all guards on sizes hold.
     """
 
-    runner: StepExecutor
-
     def __init__(self, state: DecodeState) -> None:
         self.state = state
         self.steps_since_refresh = 0  # steps since the last update of the cache object
         self.slots_by_key: dict[StepKey, Any] = {}  # the slots of steps that have run, so that their ids stay in use
         self.callables: dict[tuple[StepKey, bool], Callable[..., Sequence[Any]]] = {}  # and whether the step compacts
-        self.settled, self.arguments = False, tuple[Any, ...]()
         self.graphs: dict[tuple[StepKey, Any], torch.cuda.CUDAGraph] = {}  # and `DecodeState.variant`
-        self.caches: list[LayerCache] = []
+        self.adopted: AdoptedStep | None = None
 
     def next_arguments(self) -> tuple[Any, ...]:
         """Return the arguments that the next step would have if it were repeated; none if no step has run."""
-        return self.runner.arguments_after(self.caches, self.arguments, 1) if self.arguments else ()
+        return self.adopted.arguments_after(1) if self.adopted else ()
 
     def adopt(self, result: StepResult, logits: Tensor, mask: Tensor, expected: tuple[Any, ...]) -> None:
         """Take over from a step that ran through the model, with its logits and padding mask.
@@ -415,32 +430,29 @@ class RepeatedStep:
         Args:
             expected: the result of `next_arguments` before the step.
         """
-        self.settled = bool(expected) and result.runner is self.runner
-        changed = self._changed_arguments(result.arguments, expected, mask) if self.settled else []
+        is_repeatable = self.adopted is not None and result.runner is self.adopted.runner
+        changed = self._changed_arguments(result, expected, mask) if is_repeatable else []
         if changed:
             warnings.warn(COMPUTED_OUTSIDE.format(short_text(changed[0])), KVPassWarning, stacklevel=2)
-            self.settled = False
-        if not self.settled:
+        if changed or not is_repeatable:
             self.invalidate()
-        self.runner, self.caches, self.arguments, self.mask = result.runner, result.caches, result.arguments, mask
-        self.holds_after, self.seen_at_start = result.runner.holds_after(result), result.caches[0].length - 1
-        self.other_sizes, self.known_padding = result.inputs.other_sizes, result.inputs.known_padding
         index = index_of_tensor(result.results, logits)
         if index is None:
             raise UnsupportedGraph(NO_LOGITS)
-        self.logits_index = index
+        call = (result.runner, result.inputs, result.arguments, mask, index, result.length_before)
+        self.adopted = AdoptedStep(*call, result.runner.holds_after(result), is_repeatable and not changed)
         if any(key.hooks != result.key.hooks for key in self.slots_by_key):  # their keys never occur again
             self._drop_steps()
-        self.slots_by_key[result.key] = [cache.slots for cache in self.caches]
+        self.slots_by_key[result.key] = [cache.slots for cache in result.caches]
 
-    def _changed_arguments(self, arguments: tuple[Any, ...], expected: tuple[Any, ...], mask: Tensor) -> list[Any]:
+    def _changed_arguments(self, result: StepResult, expected: tuple[Any, ...], mask: Tensor) -> list[Any]:
         """Return the arguments that a repeated step would have had otherwise.
 
         Caches and tensors of the loop follow by themselves, and so do numbers that are sizes and do not count tokens.
         """
-        of_loop, counters = (self.state.ids, self.state.position, mask), self.runner.counters
+        of_loop, counters = (self.state.ids, self.state.position, mask), result.runner.counters
         changed = []
-        for index, (argument, wanted) in enumerate(zip(arguments, expected, strict=True)):
+        for index, (argument, wanted) in enumerate(zip(result.arguments, expected, strict=True)):
             if not isinstance(argument, Tensor):
                 follows = index not in counters or argument == wanted
             elif tensors.is_wrapper(argument) or tensors.is_wrapper(wanted):  # these have no own memory
@@ -453,7 +465,7 @@ class RepeatedStep:
 
     def invalidate(self) -> None:
         """Drop all earlier steps and the tensors that were passed to them."""
-        self.settled, self.arguments = False, ()
+        self.adopted = None
         self._drop_steps()
 
     def _drop_steps(self) -> None:
@@ -462,51 +474,53 @@ class RepeatedStep:
 
     def run(self) -> bool:
         """Run one step, by replay on a GPU; return False if no step of this key has run yet."""
-        if not self.settled:
+        step = self.adopted
+        if step is None or not step.is_repeatable:
             return False
-        cache_changes.grow_for(self.caches, 1)
-        key = step_key(self.caches)
-        if key not in self.slots_by_key or not self.holds_after(self.caches[0].length - self.seen_at_start):
+        caches = step.inputs.caches
+        cache_changes.grow_for(caches, 1)
+        key = step_key(caches)
+        if key not in self.slots_by_key or not step.holds_after(caches[0].length - step.length_before):
             return False
-        if self.mask.device.type == "cuda":
-            self._replay(key)
+        if step.mask.device.type == "cuda":
+            self._replay(step, key)
         else:
-            self._call(key)
+            self._call(step, key)
         self.steps_since_refresh += 1
         return True
 
     def shift_counts(self, by: int) -> None:
         """Prepare the arguments for caches whose count of seen tokens is about to change by `by`."""
-        if self.arguments:
-            self.arguments = self.runner.arguments_after(self.caches, self.arguments, by)
+        if self.adopted:
+            self.adopted.arguments = self.adopted.arguments_after(by)
         self.steps_since_refresh += by
 
-    def _call(self, key: StepKey) -> None:
+    def _call(self, step: AdoptedStep, key: StepKey) -> None:
         """Run the device work of a step."""
-        self.state.mark_new_tokens(self.mask)
-        self.arguments = self.runner.arguments_after(self.caches, self.arguments, 1)
-        compact, ticked = self.runner.tick(self.caches, self.arguments)
+        self.state.mark_new_tokens(step.mask)
+        step.arguments = step.arguments_after(1)
+        compact, ticked = step.runner.tick(step.inputs.caches, step.arguments)
         if (key, compact) not in self.callables:
-            inputs = StepInputs(self.caches, self.arguments, self.other_sizes, self.known_padding, compact)
-            self.callables[key, compact] = self.runner.bind_fast_step(inputs)
-        results = self.callables[key, compact](self.arguments, ticked)
-        self.state.choose(results[self.logits_index])
+            inputs = dataclasses.replace(step.inputs, arguments=step.arguments, compact=compact)
+            self.callables[key, compact] = step.runner.bind_fast_step(inputs)
+        results = self.callables[key, compact](step.arguments, ticked)
+        self.state.choose(results[step.logits_index])
 
-    def _replay(self, key: StepKey) -> None:
-        graph_key = (key, self.state.variant)
+    def _replay(self, step: AdoptedStep, key: StepKey) -> None:
+        graph_key, caches = (key, self.state.variant), step.inputs.caches
         if graph_key in self.graphs:
-            _, ticked = clocks.tick(self.caches)
-            clocks.advance_counts(self.caches, 1, ticked)
+            _, ticked = clocks.tick(caches)
+            clocks.advance_counts(caches, 1, ticked)
         else:
-            self.graphs[graph_key] = self._capture(key)  # the capture itself advances the host's counts
+            self.graphs[graph_key] = self._capture(step, key)  # the capture itself advances the host's counts
         self.graphs[graph_key].replay()
 
-    def _capture(self, key: StepKey) -> torch.cuda.CUDAGraph:
+    def _capture(self, step: AdoptedStep, key: StepKey) -> torch.cuda.CUDAGraph:
         """Return the step as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.state.loop.generator)
         with torch.cuda.graph(graph):
-            self._call(key)
+            self._call(step, key)
         return graph
 
 

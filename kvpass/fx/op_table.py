@@ -174,25 +174,18 @@ def normalize_calls(graph: fx.Graph) -> None:
     """
     for node in list(graph.nodes):
         name = operator_name(node)
-        names = _LEADING.get(name, ())
+        if name == "arange":
+            _normalize_arange(node)
+            continue
         arguments = {{"self": "input"}.get(key, key): argument for key, argument in node.kwargs.items()}
         if name == "where" and node.op == "call_method":
             arguments |= dict(zip(("input", "condition", "other"), node.args, strict=False))  # others are keywords
-            with graph.inserting_before(node):
-                function = graph.call_function(
-                    torch.where, tuple(arguments[each] for each in names if each in arguments)
-                )
-            function.meta = dict(node.meta)
-            node.replace_all_uses_with(function)
-            graph.erase_node(node)
-        elif name == "arange":
-            _normalize_arange(node)
-        elif arguments:
-            args = list(node.args)
-            while len(args) < len(names) and names[len(args)] in arguments:
-                args.append(arguments.pop(names[len(args)]))
-            if len(args) > len(node.args):
-                node.args, node.kwargs = tuple(args), arguments
+            node.op, node.target, node.args = "call_function", torch.where, ()
+        names, args = _LEADING.get(name, ()), list(node.args)
+        while len(args) < len(names) and names[len(args)] in arguments:
+            args.append(arguments.pop(names[len(args)]))
+        if len(args) > len(node.args):
+            node.args, node.kwargs = tuple(args), arguments
 
 
 def _normalize_arange(node: fx.Node) -> None:

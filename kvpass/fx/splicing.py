@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ class Subgraph:
         """Compute the result.  Unlike a call of the module, this prints nothing if it raises an error."""
         return fx_nodes.code_of(self.module)(*arguments)
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         index = {node: f"%{i}" for i, node in enumerate(self.module.graph.nodes)}
         steps = [

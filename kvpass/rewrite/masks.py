@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -28,13 +27,13 @@ class Masks:
         self._cut: dict[tuple[object, ...], MaskSubgraph] = {}
         self._firsts: dict[int, fx.Node] = {}
 
-    def for_site(self, site: AttentionSite, layer: int) -> tuple[MaskOnSlots | None, Any]:
-        """Return the mask on the slots of a layer, and a key that equal masks share."""
+    def for_site(self, site: AttentionSite, layer: int) -> MaskOnSlots | None:
+        """Return the mask on the slots of a layer."""
         step, window = self._step, self._step.windows[layer]
         if site.mask is None:
-            return None, None
+            return None
         if window is None and not step.sizes.growing_dims(example_value(site.mask)):
-            return ColumnMask([site.mask], step.query_len), "columns"
+            return ColumnMask([site.mask], step.query_len)
         padding = tuple(node for node in step.padding_inputs.by_layer[layer] if node in step.padding_inputs.known)
         above = walk.ancestors(site.mask)
         key = site.mask, padding, window, *(node for node in (site.grown_key, site.grown_value) if node in above)
@@ -45,8 +44,7 @@ class Masks:
         bound = [step.inputs.host_input(node) if node in sliced.host_inputs else node for node in sliced.subgraph.bound]
         first = [] if window is None else [self._first_stored(window)]
         entries = [step.inputs.entry(layer, entry) for entry in sliced.entries]
-        nodes = [*first, step.length, *entries, *bound]
-        return dataclasses.replace(sliced, nodes=nodes), sliced.key
+        return dataclasses.replace(sliced, nodes=[*first, step.length, *entries, *bound])
 
     def _context(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> MaskContext:
         step = self._step
@@ -89,6 +87,7 @@ class ColumnMask:
 
     nodes: list[fx.Node]
     query_len: int
+    key = ("columns",)
     key_features = ()
     entries = ()
 

@@ -31,6 +31,7 @@ Positions = Literal["absolute", "cache"]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Inner = str | Compile
 
+CACHE_SETTINGS = ("policy", "budget", "positions", "kv_dtype", "crop")
 GraphChange = Callable[[fx.Graph], None]
 """A function that changes the operators of a graph in place before they are lowered."""
 
@@ -73,8 +74,8 @@ class BackendBase:
 
     @property
     def cache_settings(self) -> tuple[Any, ...]:
-        """Settings that two backends must share for one to continue the other's caches."""
-        return (self.policy, self.budget, self.positions, self.kv_dtype, self.crop)
+        """The values of `CACHE_SETTINGS`, which two backends must share for one to continue the other's caches."""
+        return tuple(getattr(self, name) for name in CACHE_SETTINGS)
 
     @property
     def prefers_cache_positions(self) -> bool:

@@ -82,10 +82,8 @@ class CompiledCall:
     ) -> None:
         self.call, self.strict, self.model, self.backend = call, strict, model, backend
         self.regions = regions or LayerRegions()
-        self.parameter_names, self.cache_keyword = (
-            model_access.parameter_names(model),
-            model_access.cache_keyword(model),
-        )
+        self.parameter_names = tuple(model_access.forward_parameters(model))
+        self.cache_keyword = model_access.cache_keyword(model)
         dynamo.never_compile_alone(CompiledCall.__call__)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:

@@ -52,7 +52,7 @@ class StepSizeReader:
     def __init__(self, canonical_gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
         self._canonical_gm, self._sites, self.counters = canonical_gm, sites, _counters(canonical_gm)
         self.sources, self.other_sources = _free_sizes(canonical_gm, sites)
-        self.rewritten_interpretations = LruCache[SizeInterpretation, None]()
+        self.rewritten_interpretations = LruCache[SizeInterpretation, bool]()
         self._new_tokens = LruCache[tuple[int, ...], int]()
         self._resolved = LruCache[Any, SizeResolver]()
 
@@ -98,7 +98,7 @@ class StepSizeReader:
             tuple(None if index in unclear and index not in kept else size for index, size in enumerate(sizes))
             for kept in fixed
         ]
-        worked = [each for each in interpretations if each in self.rewritten_interpretations]
+        worked = [each for each in interpretations if self.rewritten_interpretations.find(each)]
         return worked[-1:] or interpretations
 
     def share_symbols(self, other_sizes: SizeInterpretation, numbers: tuple[int, ...]) -> tuple[Any, ...]:

@@ -183,7 +183,7 @@ class StepRunner(StepExecutor):
                 return variant
             shared = (*kind, tied, headroom) if has_dynamic_sizes else None
             variant = self.variants.make(call, shared, key, self.query_len(arguments) == 1, rewrite_for_call)
-            self.sizes.rewritten_interpretations.put(other_sizes, None)
+            self.sizes.rewritten_interpretations.put(other_sizes, True)
         return variant
 
     def _choose_interpretation(

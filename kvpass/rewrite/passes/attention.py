@@ -76,7 +76,7 @@ class _AttentionReplacement:
     ) -> list[fx.Node]:
         """Splice in an attention call's step, which writes if it is the `first`; return a chunk's statistics."""
         step, layout = self.step, self.step.layouts[layer]
-        mask, mask_key = self.masks.for_site(site, layer)
+        mask = self.masks.for_site(site, layer)
         if layout.classes:
             _check_classes(site, layout, mask)
         rotary = step.rotations.subgraphs[layer] if step.rotations.subgraphs else None
@@ -95,30 +95,22 @@ class _AttentionReplacement:
             "policy_weights": step.policy_weights.of_layers[layer],
             "write_index": step.write_indices[layer : layer + 1],
         }
-        nodes, padded = [x for group in operands.values() for x in group], bool(step.padding_inputs.by_layer[layer])
+        nodes = [x for group in operands.values() for x in group]
+        parts = _LayerStepParts(layout, site, mask, rotary, pairs, computed, bool(step.padding_inputs.by_layer[layer]))
         symbols = {symbol: _OWN_CAPACITY for symbol, owner in step.size_nodes.layer_of.items() if owner == layer}
-        key = (
-            *self._shared_layout(layer),
-            mask_key,
-            rotary and (rotary.key, pairs),
-            computed and computed.subgraph.key,
-            (site.scale, site.cap, site.sink_logit is None, site.lse is None, site.hidden_logit, site.decomposed),
-            first,
-            padded,
-            *(_signature(step, node, symbols) for node in nodes),
-        )
+        key = (*self._shared_layout(layer), parts.key, first, *(_signature(step, node, symbols) for node in nodes))
         if key not in self._traced:
             counts = {name: len(group) for name, group in operands.items()}
-            parts = _LayerStepParts(layout, site, mask, rotary, pairs, computed, padded)
             self._traced[key] = self._trace(layer, parts, nodes, counts, first)
         before = splice_point(site, nodes)
         outputs = step.splice(self._traced[key], nodes, before, f"kvpass_{site.call.name}", layer)
-        masks = outputs[-2 * len(layout.by_class) :]
+        self.results.replaced.update(replace_outputs(site, outputs))
+        rest = iter(outputs[len(site.results) :])
+        masks = list(itertools.islice(rest, 2 * len(layout.by_class)))
         self.results.masks[site.call.name] = [
             (visible, None if bias is visible else bias) for visible, bias in zip(masks[::2], masks[1::2], strict=True)
         ]
-        self.results.replaced.update(replace_outputs(site, outputs))
-        return outputs[len(site.results) : -len(masks)]
+        return list(rest)
 
     def _shared_layout(self, layer: int) -> tuple[Layout, int]:
         """Return a layer's layout and number of slots, without a dynamic capacity that only this layer has."""
@@ -140,7 +132,7 @@ class _AttentionReplacement:
                 shape, dtype = lse_like
                 lse = [attended.lse.view(shape).to(dtype)]
             masks = [x for mask, bias in attended.masks for x in (mask, mask if bias is None else bias)]
-            return [attended.output, *lse, *(attended.statistics if first else ()), *masks]
+            return [attended.output, *lse, *masks, *(attended.statistics if first else ())]
 
         def function(*tensors: Tensor) -> Any:
             operands = _group_operands(tensors, counts)
@@ -234,6 +226,14 @@ class _LayerStepParts:
     pairs: RotaryPairs | None
     computed: ComputedKeys | None
     knows_padding: bool  # whether inputs mark padding, which is then not cached
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for parts of steps that have the same code for the same layout and operands."""
+        site = self.attention
+        facts = (site.scale, site.cap, site.sink_logit is None, site.lse is None, site.hidden_logit, site.decomposed)
+        rotary, computed = self.rotary and (self.rotary.key, self.pairs), self.computed and self.computed.subgraph.key
+        return (self.mask and self.mask.key, rotary, computed, *facts, self.knows_padding)
 
     def call(self, operands: dict[str, list[Tensor]]) -> CachedAttention:
         """Return the attention call with the tensors that its parts read."""
