@@ -35,9 +35,9 @@ from kvpass.torch_private import dynamo, inductor, regions
 from kvpass.user_budget import Budget, check_user_budget
 
 LAST_GRAPH = (
-    "this is the last graph that torch.compile makes of this function: further calls of another kind are refused, or "
-    "with strict=False run uncompiled, where the cache of a new prompt grows without bound. See with "
-    "TORCH_LOGS=recompiles what changes from call to call, or raise torch._dynamo.config.recompile_limit"
+    "this is the last graph that torch.compile makes of this function: calls that need another graph are refused, or "
+    "with strict=False run uncompiled, with an unbounded cache after a prompt. See with TORCH_LOGS=recompiles what "
+    "changes from call to call, or raise torch._dynamo.config.recompile_limit"
 )
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -208,7 +208,7 @@ class Backend(BackendBase):
 
 
 def _noting_runs(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs a graph without a cache, after which the call cannot be made again."""
+    """Wrap a graph without a cache to note that it ran, which rules out a second run of the call."""
 
     def noted(*arguments: Any) -> Any:
         regions.note_run()

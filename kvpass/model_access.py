@@ -109,7 +109,7 @@ def cache_of_output(output: Any) -> Any:
 
 
 def cache_in(value: Any) -> Any:
-    """Return the cache in a model's output or a DecodeLoop; a value that holds none is a cache itself."""
+    """Return the cache of a model's output or a DecodeLoop, and any other value unchanged."""
     found = cache_of_output(value)
     return value if found is None else found
 

@@ -241,7 +241,8 @@ class _DecompositionReader:
     def _read_sub(self, node: fx.Node) -> fx.Node:
         """Account for a difference: the softmax ignores a row's maximum; any other operand is a bias.
 
-        The softmax ignores a number subtracted from all its columns, sinks included, but not before a cap.
+        Subtracting one number from all columns of a row, sinks included, does not change its softmax, unless a cap
+        follows.
         """
         logits, other, alpha = products.sum_operands(node)
         if alpha == 1 and products.is_maximum(other, logits):

@@ -2,8 +2,8 @@
 
 Sampling, positions, counters, the policy's state and the next input live on the device.  The host reads the tokens
 every few steps, and only launches steps in between.  On a GPU the step is a CUDA graph that is replayed; on a CPU the
-same step is called.  In both cases Dynamo and the model's own Python run twice in a conversation without further
-prompts: for the prompt and for the first step.
+same step is called.  As a rule Dynamo and the model's own Python then run three times in a conversation without further
+prompts: for the prompt and for the first two steps.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class DecodeLoop:
         """Compile what the loop's settings need, before the first prompt or request comes.
 
         Synthetic prompts, shorter and longer than the budget, run through the loop: in chunks if the loop feeds prompts
-        so, with steps up to the policy's compaction and another turn.  Nothing of them stays.  They are shorter where
-        the policy evicts no token, or none of a prompt; a warning names prompts that exceed the budget.
+        so, with steps up to the policy's compaction and another turn.  They leave no state.  They are shorter under a
+        policy that evicts no token, or none of a prompt; a warning names prompts that exceed the budget.
 
         Args:
             rows: the number of rows in prompts; requests have the loop's `rows`.

@@ -202,7 +202,7 @@ class _GraphWriter:
         return entry
 
     def _argument(self, index: int, calls: Sequence[RecordedCall]) -> dict[str, Any]:
-        """Return how to find one of Dynamo's arguments in a later call, which must be true for all recorded calls."""
+        """Return where a later call finds one of Dynamo's arguments; the rule must hold for all recorded calls."""
         values = [call.result.arguments[index] for call in calls]
         first = values[0]
         if isinstance(first, Handle):

@@ -138,7 +138,8 @@ class RequestBatch(DecodeState):
     def run(self, count: int, exact: bool = False) -> list[list[int]]:
         """Decode `count` tokens for each row; on a CPU, and with `exact`, stop as soon as a row ends.
 
-        A policy's clocks count steps of all rows, and the clocks of a row that is copied at its end must stop there.
+        A policy's clocks advance for all rows together, so a row whose cache is copied at its end must stop exactly
+        there.
         """
         self.invalidate_if_model_changed()
         exact = exact and bool(self.caches[0].clocks)

@@ -26,8 +26,8 @@ from kvpass.torch_private import fx_nodes, symbolic_shapes
 def new_columns(column: Tensor, length: int, query_len: int) -> Tensor:
     """Return the columns of the new tokens, [..., q], of an input with a column for every token, [..., S].
 
-    They are usually the last columns.  An input with columns for later tokens has them at `length`.  The input of a
-    repeated step ends with an earlier token, and its last columns stand for the new ones.
+    They are usually the last columns.  An input with columns for later tokens has them at `length`.  A repeated step
+    passes the input of an earlier step, whose last columns have the values of the new tokens.
     """
     return column.narrow(-1, min(length, column.shape[-1] - query_len), query_len)
 

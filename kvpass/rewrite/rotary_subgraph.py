@@ -93,7 +93,8 @@ class RotarySubgraph:
         """Return the angles of keys at positions 0 .. count - 1, each [count, ...].
 
         On a CPU they are float32: otherwise every key of every head would convert its row again.  Entries past
-        the model's last position repeat its angles.  No key reads them: the query after it would be out of range too.
+        the model's last position repeat its angles.  They have no effect, because every query that attends to such a
+        key is out of range itself.
         """
         run = self.angles.module if isinstance(count, int) else PaddedSections(self.angles.module).run
 

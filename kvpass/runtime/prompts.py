@@ -39,7 +39,7 @@ from kvpass.runtime.prompt_admission import PendingPrompt, PromptLayer
 from kvpass.torch_private import dynamo, inductor, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
-ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
+ADOPTED = "adopted: the prompt ran uncompiled, so its attention statistics are unknown"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class PromptGraphFacts:
 
 
 def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionSite]) -> None:
-    """Raise UnsupportedGraph if the policy needs more of a prompt than this graph shows."""
+    """Raise UnsupportedGraph if the policy cannot work with this prompt graph."""
     adopts = any(site.past_key is not None for site in sites)
     sliding = next((site for site in sites if site.window is not None), None)
     refusals = {
@@ -127,7 +127,7 @@ class PromptRunner:
         positions: the check of position ids, if keys are stored before their rotary embedding.
         rotation: computes `LayerCache.rotated_key`; None if keys are stored rotated.
         unchecked: the graphs to compare at the first call; None without validation, or after it.
-        added: the guards that compiling the graph has added to Dynamo's; None if Dynamo waited for the code.
+        added: the guards that compiling added later, which Dynamo does not check; None if Dynamo waited for the code.
     """
 
     backend: BackendBase

@@ -23,7 +23,7 @@ from kvpass.decoding.model_call import ModelCall
 from kvpass.errors import KVPassError
 
 VALUE = 4  # words of a value
-TIMES = 2  # that a pair is said: it has been useful once before a question needs it
+TIMES = 2  # occurrences of a pair: it has been useful once before a question needs it
 LINE = VALUE + 3  # tokens of a pair: mark, key, value, end
 MARK, END = "$", "\n"
 _WORD = re.compile("[\u0120\u2581][a-z]{3,}")  # with the blank before it, as the two kinds of tokenizers write it
