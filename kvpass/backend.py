@@ -323,9 +323,9 @@ def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | No
 def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """Compile a model in place, so that `model.generate` runs compiled too.
 
-    Every inner module that `generate` or a wrapper may call instead of the model is compiled as well; see
-    `kvpass.runtime.in_place`.  Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same
-    way at their first call.
+    Every inner module that `generate` or a wrapper may call instead of the model is also compiled; see
+    `kvpass.runtime.in_place`.  Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same way at
+    their first call.
 
     >>> model = kvpass.compile(model, policy="h2o", budget=1024)
     >>> model.generate(ids, max_new_tokens=200)

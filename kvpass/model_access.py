@@ -177,7 +177,7 @@ def _kinds(module: Any) -> Mapping[str, Any]:
 
 
 def makes_empty_cache(model: Any, named: Mapping[str, Any]) -> bool:
-    """Return whether a call without a cache would make one as `empty_cache` does, as far as its code tells."""
+    """Return whether a call without a cache would make one as `empty_cache` does, as far as its code shows."""
     uses = named.get("use_cache")
     if hasattr(sys.modules.get(type(model).__module__), "EncoderDecoderCache"):  # it may make one of this class
         return False

@@ -268,6 +268,6 @@ def check_usable(cache: LayerCache) -> None:
         )
     if cache.cropped is not None:
         raise CacheHandleError(
-            f"{cache.cropped.tokens} tokens of this cache have since been cropped, so the state that it had is "
-            "gone: copy a cache (copy.deepcopy) before cropping it"
+            f"{cache.cropped.tokens} tokens of this cache have since been cropped, so its earlier state is lost: copy "
+            "a cache (copy.deepcopy) before cropping it"
         )

@@ -34,7 +34,7 @@ def measure_gates(
         model: a causal language model with the interface of transformers, uncompiled.
         ids: int64 [T], the token ids of a text, of at least half a window; tokens after the last whole
             one are not read.
-        window: the tokens that are run at once: half of this number from the text, twice.
+        window: the tokens that are run together: half of this number from the text, twice.
         sinks, recent: the tokens that streaming heads keep.
 
     Raises:

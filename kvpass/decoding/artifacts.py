@@ -414,7 +414,7 @@ def _check_model(saved: Mapping[str, Any], model: torch.nn.Module) -> None:
 
 
 def _code_settings(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the numbers, besides tensors, that may be constants of the model's compiled code."""
+    """Return the numbers outside of tensors that may be constants of the model's compiled code."""
     autocast = str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
     return {**model_identity.module_settings(model), "autocast": autocast}
 

@@ -405,7 +405,7 @@ class DecodeLoop:
     def step(self) -> list[GenerationOutput]:
         """Advance all requests: prefill one chunk of a prompt, and decode up to `read_interval` tokens in each row.
 
-        After the last chunk of a prompt nothing is decoded, so that its first token is handed out at once.
+        After the last chunk of a prompt nothing is decoded, so that its first token is returned immediately.
 
         Returns:
             One output for each request that has new tokens or has finished since the last call.

@@ -105,7 +105,7 @@ def run_chunks(
     Args:
         ids: int64 [B, T].
         mask: [B, tokens seen before + T], 0 for padding.
-        chunk: the number of tokens in a chunk; None for the whole prompt at once.
+        chunk: the number of tokens in a chunk; None for the whole prompt in one call.
         logits_to_keep: see `ModelCall`.
         pinned: bool [B, T], the tokens to pin; None for none.
         on_top: see `prefill`.

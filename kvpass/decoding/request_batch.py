@@ -206,8 +206,8 @@ def check_holds_only_slots(cache: Any, empty: Any) -> None:
         other += [name for name, value in other_integers(layer).items() if empty_counts.get(name, value) != value]
         if other:
             raise CacheHandleError(
-                f"layer {number} of the model's cache, a {type(layer).__name__}, holds {', '.join(other)} besides keys "
-                "and values; requests need a cache of slots alone: use DecodeLoop without rows, or model.generate"
+                f"layer {number} of the model's cache, a {type(layer).__name__}, has {', '.join(other)} in addition to "
+                "keys and values; requests need a cache of slots alone: use DecodeLoop without rows, or model.generate"
             )
 
 

@@ -153,7 +153,7 @@ def converting_errors(calls: Iterable[fx.Node]) -> Iterator[None]:
     except Exception as error:
         line = next((source_line(node) for node in calls), "a graph without attention")
         raise UnreadableGraph(
-            f"{line}: reading the graph failed with {type(error).__name__}: {error}. The model is spelled in a way "
+            f"{line}: reading the graph failed with {type(error).__name__}: {error}. The model is written in a way "
             "that kvpass does not know; run it uncompiled, or report that line of code"
         ) from error
 

@@ -417,7 +417,7 @@ def power(number: int, least: int = 16) -> int:
 def _in_halves(bits: int, dim: int, rotary: int, interleaved: bool) -> bool:
     """Return whether keys are processed in halves.
 
-    Both codes of a byte, or a number and its partner, are then loaded at once.
+    Both codes of a byte, or a number and its partner, are then loaded together.
     """
     if rotary:
         return rotary == dim and not interleaved

@@ -298,7 +298,7 @@ def is_faster(query: Tensor, mask: Tensor | None, summed: bool) -> bool:
     Args:
         query: may be fake; a dynamic number of queries counts as many.
         mask: [B or 1, Hq, Hkv or 1, q or 1, S], or None; may be fake.
-        summed: whether sums or means of the probabilities are computed as well.
+        summed: whether sums or means of the probabilities are also computed.
     """
     count = query.shape[2] if isinstance(query.shape[2], int) else sys.maxsize
     shared = mask is None or mask.shape[1] == 1

@@ -368,7 +368,7 @@ def _with_bias(product: torch.Tensor, bias: Sequence[torch.Tensor], dtype: torch
 
 
 def _copy_to_buffer(rows: torch.Tensor) -> torch.Tensor:
-    """Copy rows [..., R, K] as float32 to a buffer, so that their inputs are not computed anew per column.
+    """Copy rows [..., R, K] as float32 to a buffer, so that no column computes their inputs again.
 
     The multiplication by one serves rows that are views of a larger tensor.
     """

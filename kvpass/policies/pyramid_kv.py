@@ -50,7 +50,7 @@ class PyramidKV(SnapKV):
 def pyramid(layers: int, budget: int, window: int, beta: int, prompt: int, interval: int = 1) -> list[int]:
     """Return the budget of each layer for a prompt; their mean is `budget`.
 
-    The last layer selects at least `interval` tokens, so that a compaction leaves it one besides its window.
+    The last layer selects at least `interval` tokens, so that a compaction leaves it one in addition to its window.
     """
     mean = budget - window
     if layers == 1 or prompt <= budget or prompt < 2 * mean:

@@ -232,7 +232,7 @@ def insert_statistics(
 ) -> dict[Statistic, fx.Node]:
     """Add the operator of the policy's statistics and return the node of each.
 
-    The operator replaces the attention call where it computes attention as well.
+    The operator replaces the attention call where it also computes attention.
 
     Args:
         copy_of: from the nodes of the site to those of `graph`, in which the attention call may be replaced.

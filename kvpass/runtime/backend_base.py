@@ -70,7 +70,7 @@ class BackendBase:
     """
     kv_store: ClassVar[KVStore] = KVStore()
     refused_loops: ClassVar[int] = 0
-    """How many calls of loops were refused, because of the model or of what torch has traced of it."""
+    """The number of calls of loops that were refused, because of the model or of torch's graphs of it."""
 
     @property
     def cache_settings(self) -> tuple[Any, ...]:

@@ -159,7 +159,7 @@ def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
     _refuse(
         {
             "a policy with trained weights": bool(rewrite.policy_weights),
-            "a mask that is made from all tokens anew in every call": not rewrite.is_repeatable,
+            "a mask that is computed from all tokens in every call": not rewrite.is_repeatable,
         }
     )
     fields = {name: getattr(rewrite, name) for name in _VARIANT_FIELDS}

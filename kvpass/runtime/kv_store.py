@@ -110,7 +110,7 @@ def output_projection_of(cache: LayerCache) -> Tensor | None:
     weight = None if cache.output_projection is None else cache.output_projection()
     if weight is None:
         raise CacheHandleError(
-            f"{cache.layout.policy.name!r} weighs the tokens of a turn by the model's output projection, which is not "
-            "known of a cache from a file or of a model that is gone: start again with the whole conversation"
+            f"{cache.layout.policy.name!r} weighs the tokens of a turn by the model's output projection, which a cache "
+            "from a file, or of a model that was deleted, does not have: start again with the whole conversation"
         )
     return output_weight_by_head(weight.detach(), cache.layout.heads, cache.layout.value_dim)

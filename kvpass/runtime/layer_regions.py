@@ -1,13 +1,13 @@
 """Let Dynamo trace one decoder layer for all equal layers of a model.
 
-Dynamo traces every call of a layer anew, which is most of the time to the first token of a model with many
+Without regions Dynamo traces every call of a layer, which is most of the time to the first token of a model with many
 layers.  It reuses the trace of a nested compile region, under the guards of the first trace, if the region has no side
 effects.  A layer has one: it appends to the model's cache.  So inside a compiled call each layer runs as a region that
 takes the layer's cached keys and values and returns the longer ones, and the caller puts these into the cache.  The
 backend inlines all regions before it reads the graph (`kvpass.torch_private.regions`).
 
-Only layers that append to their own ordinary `DynamicLayer` become regions; all others are traced as before.  If
-Dynamo cannot trace or reuse the regions of a model, its layers are traced one by one afterwards.
+Only layers that append to their own ordinary `DynamicLayer` become regions; all others are traced as before.  If Dynamo
+cannot trace or reuse the regions of a model, its layers are traced separately afterwards.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.lru_cache import LruCache
 from kvpass.torch_private import dynamo, inductor, symbolic_shapes
 
-MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ in nothing but sizes
+MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ only in sizes
 SIZE_BY_SIZE = (
     f"code for a step depends on its sizes in more than {MOST_DYNAMIC} ways, so each further size is compiled "
     "separately: a hook of the policy, or the model, compares sizes such as the budget with constants"

@@ -142,7 +142,7 @@ def attend_exactly(
         query, bias = query[:, :, queries], _select(bias, -2, queries)
     logits, error = _logits(call, query, _for_heads(key, query))
     biased = _with_bias(call, logits, error, bias)
-    # A hiding number may have a bias added to it, so half of it hides as well.
+    # A bias may be added to a masking value, so half of that value also masks.
     visible = torch.ones_like(logits[..., :1]) if bias is None else bias > HIDDEN / 2
     sees = visible.any(-1).expand(logits.shape[:-1])
     if not bool(sees.all()):
