@@ -186,7 +186,7 @@ class Backend(BackendBase):
             )
 
     def start_builds(self, model: torch.nn.Module) -> None:
-        """Start building what prompts and steps of a model on a CPU need, while Dynamo traces its first call."""
+        """Start building the kernels that a model on a CPU needs, while Dynamo traces its first call."""
         weight = next(model.parameters(), None)
         if self.inner == "inductor" and weight is not None and weight.device.type == "cpu":
             attention_tiles.start_builds(weight.dtype)
@@ -218,7 +218,7 @@ def _noting_runs(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def raise_when_run(error: Exception) -> Callable[..., Any]:
-    """Return a callable that raises an error, instead of a graph: Dynamo would wrap what a backend raises."""
+    """Return a callable that raises an error, instead of a graph: Dynamo would wrap an error of the backend."""
 
     def refuse(*_: Any) -> Any:
         raise error.with_traceback(None)  # which would hold the frames of the compilation, and of every call

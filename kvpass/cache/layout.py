@@ -1,4 +1,4 @@
-"""Define the layout of one layer's slots: what its compiled decode graph depends on."""
+"""Define the layout of one layer's slots, on which its compiled decode graph depends."""
 
 from __future__ import annotations
 

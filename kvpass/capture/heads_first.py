@@ -58,7 +58,7 @@ def find_tokens_first(dynamo_gm: fx.GraphModule) -> set[str]:
             node = _cache_of(attended, outputs)
             if node is not None:
                 tokens_first.add(node)
-            else:  # it may be computed from what is cached
+            else:  # it may be computed from cached tensors
                 computed_from = origins.since_projection([attended], results)
                 tokens_first |= {each for each in computed_from if each in outputs and _has_tokens_first(each, call)}
     return {node.name for node in tokens_first}

@@ -161,7 +161,7 @@ class KeyAxis:
             reads_padded = INDEPENDENT_OF_PADDED in map(self.follow, node.all_input_nodes)
             return INDEPENDENT_OF_PADDED if reads_padded else INDEPENDENT
         axis = self._growing_axis(node)
-        if node in self._overwritten:  # a slice of it would lack what other nodes write
+        if node in self._overwritten:  # a slice of it would lack the writes of other nodes
             return KeyDependence("needs_all_tokens", axis)
         if is_lengthened(node, self.sizes):
             return KeyDependence("padded", axis)

@@ -177,7 +177,7 @@ def _check_order(attended: fx.Node, grown: fx.Node) -> None:
         return
     heads, tokens = (follow_to(grown, dim, attended) for dim in (1, 2))
     if heads == example_value(attended).ndim - 2 != tokens:
-        raise CacheRefused("attention reads dimension 1 of what is cached as tokens")
+        raise CacheRefused("attention reads dimension 1 of the cached tensor as tokens")
 
 
 DOES_NOT_GROW = "its keys and values do not grow: they are computed from other inputs than its queries"

@@ -41,7 +41,7 @@ CAPTURING = ("reduce-overhead", "max-autotune")
 
 
 def _around(model: torch.nn.Module) -> Callable[..., Any]:
-    """Return a function that calls a model, through which torch traces what another backend has compiled of it."""
+    """Return a function that calls a model uncompiled, so that torch also traces parts compiled by other backends."""
     return lambda *arguments, **named: dynamo.uncompiled_call(model)(*arguments, **named)
 
 
@@ -149,7 +149,7 @@ class DecodeLoop:
 
     @check_arguments
     def warm(self, rows: Positive = 1) -> None:
-        """Compile what the loop's settings need, before the first prompt or request comes.
+        """Compile the graphs that the loop needs, before the first prompt or request comes.
 
         Synthetic prompts, shorter and longer than the budget, run through the loop: in chunks if the loop feeds prompts
         so, with steps up to the policy's compaction and another turn.  They leave no state.  They are shorter under a
@@ -429,7 +429,7 @@ class DecodeLoop:
         """Add requests and decode them until all have finished.
 
         The next `step` hands out the outputs of other requests in the meantime.  If there is an error or an interrupt,
-        the requests are withdrawn with what they have generated, and the loop continues without them.
+        the requests are withdrawn with their generated tokens, and the loop continues without them.
 
         Args:
             inputs: the prompts, each as in `add`.

@@ -28,7 +28,8 @@ QUERIES, KEYS = 64, 128  # of a tile, whose logits take 32 KB
 FEWEST_QUERIES = QUERIES // 2
 """The fewest queries whose attention is computed here: a tile of fewer queries is mostly padding."""
 FEWEST_MASKED = 1024
-"""The fewest queries for which skipping what a shared mask hides makes tiles faster than the library with AMX."""
+"""The fewest queries for which skipping the keys that a shared mask hides makes tiles faster than the library with
+AMX."""
 TASKS_WITH_SUMS = 128
 """The approximate number of tasks of attention with column sums; each has one sum for each key."""
 MESSAGE = 1024  # bytes of an error's text

@@ -188,7 +188,7 @@ class Policy:
         return budget + 1 - self.interval  # type: ignore[return-value]
 
     def held_between_compactions(self, budget: int | float | None) -> str:
-        """Return what a budget means under the policy's interval, as text for reports; "" without an interval."""
+        """Return the meaning of a budget under the policy's interval, as text for reports; "" without an interval."""
         if self.interval == 1 or budget is None:
             return ""
         if isinstance(budget, float):

@@ -198,7 +198,7 @@ def window_and_threshold(middle: Count, stride: int, old_stride: int | None) -> 
     parts = 1 + _ratio(stride, old_stride)
     if isinstance(middle, Tensor):  # float64, in which Python divides and rounds
         windows = (middle.double() / parts).round().long().clamp(min=1)
-        return windows, middle - windows  # type: ignore[return-value]  # of what the budget is
+        return windows, middle - windows  # type: ignore[return-value]  # of the type of the budget
     window = max(1, round(middle / parts))
     return window, middle - window  # type: ignore[return-value]
 

@@ -149,7 +149,7 @@ class StepContext(StepGraph):
 
 
 class Pass(Protocol):
-    """A graph pass: it changes the graph of a context, and records there what later passes need."""
+    """A graph pass: it changes the graph of a context, and records there the values that later passes need."""
 
     __name__: str
 

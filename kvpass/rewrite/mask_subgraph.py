@@ -185,8 +185,8 @@ def check_not_overwritten(
     for writer in (alias.overwriting_node(moved, alias_sets), alias.overwriting_node(behind, alias_sets, result)):
         if writer is not None:
             raise UnsupportedGraph(
-                f"{walk.source_line(writer)}: {walk.target_name(writer)!r} writes in place to what an attention mask "
-                "or a rotary embedding is computed from, so the computation cannot be moved onto slots"
+                f"{walk.source_line(writer)}: {walk.target_name(writer)!r} writes in place to an input of an attention "
+                "mask or a rotary embedding, so the computation cannot be moved onto slots"
             )
 
 

@@ -145,7 +145,7 @@ def rewrite_step(
     """Rewrite a step graph in place by a sequence of passes, and describe the result.
 
     Args:
-        passes: run in this order; each may read what earlier ones recorded in the context.
+        passes: run in this order; each may read the values that earlier ones recorded in the context.
         watch: called after each pass with its record and the graph as the pass left it.
 
     Raises:

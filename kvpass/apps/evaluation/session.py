@@ -241,7 +241,7 @@ def unless_refused(action: Callable[[], T]) -> T | KVPassError:
 
 
 def _reasons(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes; Dynamo wraps what a backend raises."""
+    """Yield an error and its causes; Dynamo wraps errors of a backend."""
     while error is not None:
         yield error
         error = getattr(error, "inner_exception", None) or error.__cause__

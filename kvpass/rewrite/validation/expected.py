@@ -208,7 +208,7 @@ def _with_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tensor
 def _hidden_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return logits and errors of queries that see no key.
 
-    A hiding number is so low that rounding decides what remains of the logit that it is added to.
+    A masking value is so low that rounding decides which part remains of the logit that it is added to.
     """
     hidden_logit, mask = call.get("hidden_logit"), call["mask"]
     boolean = mask is not None and mask.dtype == torch.bool
