@@ -27,8 +27,8 @@ def measure_gates(
 ) -> HeadGates:
     """Return the gates of a model's KV heads.
 
-    A head's gate is the mean share of attention, the highest over its G query heads, that the queries of the second
-    half of each window pay to tokens after the first `sinks` and before the last `recent` ones.
+    A head's gate is a mean share of attention, the highest over its G query heads.  It is the share that the queries of
+    the second half of each window pay to tokens after the first `sinks` and before the last `recent` ones.
 
     Args:
         model: a causal language model with the interface of transformers, uncompiled.
@@ -38,8 +38,8 @@ def measure_gates(
         sinks, recent: the tokens that streaming heads keep.
 
     Raises:
-        CalibrationError: the text is shorter than half a window, the window has no token that streaming heads lack, or
-            the model has no attention on a cache, or its layers differ in their numbers of KV heads.
+        CalibrationError: the text is shorter than half a window, the window has no token that streaming heads lack, the
+            model has no attention on a cache, or its layers have different numbers of KV heads.
         UnsupportedGraph: the attention of the model cannot be read.
     """
     half = window // 2

@@ -1,7 +1,8 @@
 """Read attention calls: scaled_dot_product_attention, or attention that is decomposed into products and a softmax.
 
 Decomposed attention is a product, a softmax and another product.  Between the first product and the softmax there may
-be a factor, a soft cap (a scaled tanh), masks and biases that are added or filled in, and a column of learned sinks.
+be a factor and a soft cap (a scaled tanh).  There may also be masks and biases that are added or filled in, and a
+column of learned sinks.
 
 Every argument of every operation is accounted for, or the softmax is refused.  Masks apply in the model's order, each
 aligned with the logits that it meets (`kvpass.capture.logit_changes`).  A column of sinks must be joined after all

@@ -75,8 +75,8 @@ for AVX-512 without dot products of bfloat16 were measured by keeping the librar
 products is assumed to behave like bfloat16.  Quarters, and values in float32, with AVX2 were timed on a processor that
 has AVX-512 too.  The size of the matrix does not matter: it is read once.
 
-Three rows of `scores` with AVX512-BF16 come from steps of SmolLM2-135M, which has three query heads for each KV head: a
-step takes 0.90 (d2o), 0.91 (h2o), 0.94 (window), 0.95 (tova) and 1.01 (streaming) of the time with the library.
+Three rows of `scores` with AVX512-BF16 come from steps of SmolLM2-135M, which has three query heads for each KV head.
+A step takes 0.90 (d2o), 0.91 (h2o), 0.94 (window), 0.95 (tova) and 1.01 (streaming) of the time with the library.
 """
 
 MOST_QUARTERED_UNCACHED = 4

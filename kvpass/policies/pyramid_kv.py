@@ -6,7 +6,7 @@ https://arxiv.org/abs/2406.02069
 With b = budget - window, the last layer gets b // beta selected tokens, the first one 2 b - b // beta, and the layers
 between them lie on a line.  The first layer's budget is at most the prompt's length, and prompts shorter than 2 b give
 every layer the same budget, as in the public code.  That code falls by whole steps, rounded down, so that its layers
-get more than b on average, up to 2 b with a small budget and many layers; here the budgets' mean is the budget.  With
+get more than b on average, up to 2 b with a small budget and many layers.  Here the budgets' mean is the budget.  With
 an `interval`, which the paper lacks, the last layer gets at least `interval` selected tokens.
 """
 

@@ -260,9 +260,7 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     kinds = (getattr(caches, "DynamicCache", None), getattr(caches, "DynamicLayer", None))
     if not _are_as_known(kinds) or not region_guards.install():
         report = _report if caches is not None and regions.are_supported() else log.info
-        report(
-            "layers are traced separately, which takes longer: this torch or transformers cannot support regions"
-        )
+        report("layers are traced separately, which takes longer: this torch or transformers cannot support regions")
         return LayerRegions()
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     groups = [(layers, group) for layers in lists for group in _equal_layers(layers)]

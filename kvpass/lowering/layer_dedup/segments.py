@@ -9,8 +9,8 @@
 An anchor is any node that each layer has once.  Between two anchors the graph is cut where the fewest values are alive;
 in a transformer only the residual stream is alive there.  Values that one layer computes and all later layers read,
 such as a table of angles, are computed before the first layer instead.  A cut decides which code is shared, and never
-changes results: segments run in the order of the graph and pass on every value that crosses a cut, so an unusual cut is
-slow, not wrong.
+changes results.  Segments run in the order of the graph and pass on every value that crosses a cut, so an unusual cut
+is slow, not wrong.
 
 Two things could make it wrong: memory that two segments share and one of them writes to, and a mode that is entered in
 one segment and left in another.  A graph in which a cut would separate either is not cut at all.
