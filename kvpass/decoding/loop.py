@@ -149,7 +149,7 @@ class DecodeLoop:
 
     @check_arguments
     def warm(self, rows: Positive = 1) -> None:
-        """Compile the graphs that the loop needs, before the first prompt or request comes.
+        """Compile the graphs that the loop needs, before the first prompt or request.
 
         Synthetic prompts, shorter and longer than the budget, run through the loop: in chunks if the loop feeds prompts
         so, with steps up to the policy's compaction and another turn.  They leave no state.  They are shorter under a

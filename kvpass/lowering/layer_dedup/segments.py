@@ -270,7 +270,7 @@ def _written_memory(nodes: Iterable[fx.Node], alias_sets: alias.AliasSets) -> se
 
 
 def _memory(graph: fx.Graph) -> alias.AliasSets:
-    """Return the nodes that may share memory, by schemas and recorded storage, which tell more than names."""
+    """Return the nodes that may share memory, by schemas and recorded storage, which prove more than names."""
 
     def aliased(node: fx.Node) -> list[fx.Node]:
         parents = node.all_input_nodes if node.op.startswith("call_") else []

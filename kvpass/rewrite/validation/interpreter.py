@@ -87,7 +87,7 @@ class GraphRun(fx.Interpreter):
         args, kwargs = map_arg((node.args, node.kwargs), self.load)
         try:
             return getattr(self, node.op)(node.target, args, kwargs)
-        except (torch.OutOfMemoryError, MemoryError):  # says nothing about the graph
+        except (torch.OutOfMemoryError, MemoryError):  # not caused by the graph
             raise
         except Exception as error:
             raise DoesNotRun(f"{node.name!r} fails with {type(error).__name__}: {error}") from error
