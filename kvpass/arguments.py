@@ -1,7 +1,7 @@
 """Check the arguments of public functions and the options of policies against their annotations.
 
-The annotation is the whole check: types, unions and literals, and conditions as a `Condition` in
-`Annotated`.  NumPy integers, floats and bools, and tensors without dimensions, are converted to Python's own types.
+The annotation alone defines the check: a type, union or literal, with each `Condition` in `Annotated`.  NumPy integers,
+floats and bools, and tensors without dimensions, are converted to Python's own types.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ def _instance(cls: Any) -> _Check:
     """Return a check for instances of a class; protocols, and annotations that are not classes, allow any value."""
     if not isinstance(cls, type) or getattr(cls, "_is_protocol", False):
         return _PLAIN[Any]
-    return _Check(f"a {cls.__name__}", lambda value: value if isinstance(value, cls) else REFUSED)
+    article = "an" if cls.__name__[0] in "AEIOUaeiou" else "a"
+    return _Check(f"{article} {cls.__name__}", lambda value: value if isinstance(value, cls) else REFUSED)
 
 
 def _check_of_annotated(base: Any, *metadata: Any) -> _Check:

@@ -35,9 +35,9 @@ from kvpass.torch_private import dynamo, inductor, regions
 from kvpass.user_budget import Budget, check_user_budget
 
 LAST_GRAPH = (
-    "this is the last graph that torch.compile makes of this function: further calls of another kind are refused, or "
-    "with strict=False run uncompiled, where the cache of a new prompt grows without bound. See with "
-    "TORCH_LOGS=recompiles what changes from call to call, or raise torch._dynamo.config.recompile_limit"
+    "this is the last graph that torch.compile makes of this function: calls that need another graph are refused, or "
+    "with strict=False run uncompiled, with an unbounded cache after a prompt. See with TORCH_LOGS=recompiles what "
+    "changes from call to call, or raise torch._dynamo.config.recompile_limit"
 )
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -186,7 +186,7 @@ class Backend(BackendBase):
             walk.refuse(sites[0].call, f"{why} torch.no_grad() or torch.inference_mode(); {to_train}")
 
     def start_builds(self, model: torch.nn.Module) -> None:
-        """Start building what prompts and steps of a model on a CPU need, while Dynamo traces its first call."""
+        """Start building the kernels that a model on a CPU needs, while Dynamo traces its first call."""
         weight = next(model.parameters(), None)
         if self.inner == "inductor" and weight is not None and weight.device.type == "cpu":
             attention_tiles.start_builds(weight.dtype)
@@ -207,7 +207,7 @@ class Backend(BackendBase):
 
 
 def _noting_runs(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs a graph without a cache, after which the call cannot be made again."""
+    """Wrap a graph without a cache to note that it ran, which rules out a second run of the call."""
 
     def noted(*arguments: Any) -> Any:
         regions.note_run()
@@ -217,7 +217,7 @@ def _noting_runs(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def raise_when_run(error: Exception) -> Callable[..., Any]:
-    """Return a callable that raises an error, instead of a graph: Dynamo would wrap what a backend raises."""
+    """Return a callable that raises an error, instead of a graph: Dynamo would wrap an error of the backend."""
 
     def refuse(*_: Any) -> Any:
         raise error.with_traceback(None)  # which would hold the frames of the compilation, and of every call
@@ -322,9 +322,9 @@ def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | No
 def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """Compile a model in place, so that `model.generate` runs compiled too.
 
-    Every inner module that `generate` or a wrapper may call instead of the model is compiled as well; see
-    `kvpass.runtime.in_place`.  Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same
-    way at their first call.
+    Every inner module that `generate` or a wrapper may call instead of the model is also compiled; see
+    `kvpass.runtime.in_place`.  Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same way at
+    their first call.
 
     >>> model = kvpass.compile(model, policy="h2o", budget=1024)
     >>> model.generate(ids, max_new_tokens=200)

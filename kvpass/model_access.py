@@ -107,7 +107,7 @@ def cache_of_output(output: Any) -> Any:
 
 
 def cache_in(value: Any) -> Any:
-    """Return the cache in a model's output or a DecodeLoop; a value that holds none is a cache itself."""
+    """Return the cache of a model's output or a DecodeLoop, and any other value unchanged."""
     found = cache_of_output(value)
     return value if found is None else found
 
@@ -167,7 +167,7 @@ def takes_any_keyword(module: Any) -> bool:
 
 
 def makes_empty_cache(model: Any, named: Mapping[str, Any]) -> bool:
-    """Return whether a call without a cache would make one as `empty_cache` does, as far as its code tells."""
+    """Return whether a call without a cache would make one as `empty_cache` does, as far as its code shows."""
     uses = named.get("use_cache")
     if hasattr(sys.modules.get(type(model).__module__), "EncoderDecoderCache"):  # it may make one of this class
         return False

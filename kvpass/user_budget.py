@@ -15,7 +15,7 @@ Budget = Annotated[
     int | float | None,
     Condition(
         holds=lambda budget: not isinstance(budget, float) or 0 < budget <= 1,
-        message="neither a number of slots nor a share of the prompt above 0 and up to 1.0",
+        message="must be a number of slots, or a share of the prompt above 0 and at most 1.0",
         error=BudgetError,
     ),
 ]
@@ -30,8 +30,8 @@ def check_user_budget(policy: Policy, budget: Budget) -> None:
         return
     if isinstance(budget, float) and policy.divides_heads:
         raise BudgetError(
-            f"budget={budget}: {policy.name!r} gives heads classes of slots, which are the same for every prompt: give "
-            "a number of slots"
+            f"budget={budget}: {policy.name!r} assigns fixed slots to each head, so the budget cannot be a share of "
+            "the prompt: give a number of slots"
         )
     if isinstance(budget, int):
         policy.check_budget(budget)

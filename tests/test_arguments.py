@@ -504,6 +504,11 @@ def test_messages(given: dict[str, Any], said: str) -> None:
         Options(**given)
 
 
+def test_a_class_whose_name_begins_with_a_vowel_has_the_article_an() -> None:
+    with pytest.raises(kvpass.PolicyError, match=r"^aligner=3: must be an Aligner, a string, a PathLike or None$"):
+        kvpass.backend("kv_align", budget=64, aligner=3)
+
+
 def test_values_come_out_as_pythons_own() -> None:
     made = Options(np.int64(3), np.float32(0.5), ["a"], (1, "b"), "b", torch.tensor(2), unknown=object())  # type: ignore[arg-type]
     assert (made.count, made.share, made.names, made.number) == (3, 0.5, ("a",), 2)

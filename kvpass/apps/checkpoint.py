@@ -1,6 +1,6 @@
 """Load SmolLM2-135M-Instruct from a package on the package index, for tests, the demo, evaluation and benchmarks.
 
-The package holds the weights quantised, in GGUF's format. transformers reads that in 15 seconds, so the dequantised
+The package holds the weights quantised, in GGUF's format. transformers reads that in 15 seconds.  So the dequantised
 checkpoint is saved once, as float32 safetensors (540 MB), and loaded from there in one second.
 """
 

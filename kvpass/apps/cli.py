@@ -178,7 +178,7 @@ def _add_align(commands: Any) -> None:
     _add_number(command, "--window", 255, "largest budget", least=6, metavar="M")
     command.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
     _add(command, "--recipe", "see the policy's page", "direct", choices=["direct", "paper"])
-    _add_number(command, "--every", 1, "for paper: tokens evicted at once")
+    _add_number(command, "--every", 1, "for paper: tokens evicted together")
     _add_number(command, "--steps", 1000, "of the optimiser")
     _add_number(command, "--tokens", 1024, "of each step")
     _add(command, "--rate", "the highest learning rate", 2e-3, metavar="X", type=float_between(0, 1))
@@ -213,11 +213,11 @@ def _add_gates(commands: Any) -> None:
 
 
 def _add_reading(command: Any, source: Any, window: int) -> None:
-    """Add the arguments of a command that runs a model on a text and writes what it has measured."""
+    """Add the arguments of a command that runs a model on a text and writes its measurements."""
     command.add_argument("model", metavar="MODEL", help="name or path of a Hugging Face causal model")
     source.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: prose of Python's manual)")
     command.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
-    _add_number(command, "--window", window, "tokens run at once", least=8)
+    _add_number(command, "--window", window, "tokens run together", least=8)
     _add_shared(command, "--dtype", "--threads")
 
 

@@ -173,7 +173,7 @@ def _prompt_layout(layout: Layout, prompt: TokensToAdmit, budget: int) -> Layout
     if not layout.policy.defers or count <= budget:
         return layout
     # Allocate more slots than the layout has, even if the prompt would fit: from this capacity, the next step knows
-    # that it must evict all surplus tokens at once, and not one token for each new one.
+    # that it must evict all surplus tokens, and not one token for each new one.
     return dataclasses.replace(layout, capacity=max(layout.capacity, count) + 1)
 
 

@@ -54,7 +54,7 @@ class CachedAttention:
         lse: whether the model also reads the log-sum-exp of the logits.
         write_index: the slots to write to, [B, H'], if they are not `slots.free`.
         hidden_logit: the logit of keys that a bool mask hides; None if they are left out.
-        decomposed: whether the model spells out the softmax, which gives NaN for a query without keys.
+        decomposed: whether the model computes the softmax itself, which gives NaN for a query without keys.
         knows_padding: whether padding is known and not cached.
     """
 

@@ -45,7 +45,7 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
     mask, bias = _chunk_mask(layout, call, slots, valid, key_features)
     dtype = query.dtype
     if dtype == torch.float16 and bias is not None and (call.decomposed or bias.dtype != dtype):
-        dtype = torch.float32  # half precision cannot hold the numbers that hide
+        dtype = torch.float32  # float16 cannot hold the values that mask tokens
     full_mask = _per_head(_combined_mask(mask, bias, dtype), query, keys, layout.heads)
     operands = chunk_operands(layout, call.scale, call.cap, query, keys, full_mask, call.sink_logit)
     policy_bias = policy.bias(tokens, query.shape[1] // layout.heads)

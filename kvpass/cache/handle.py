@@ -1,7 +1,7 @@
 """Define the handle, which stands in for keys or values in the model's own cache object.
 
-A handle has the shape that the model expects, [B, Hkv, tokens seen, D] or [B, tokens seen, Hkv, D], and no data: it is
-a zero-stride view of one NaN that carries the layer's slots.  Values computed from the cache's shape stay right, and
+A handle has the shape that the model expects, [B, Hkv, tokens seen, D] or [B, tokens seen, Hkv, D].  It has no data: it
+is a zero-stride view of one NaN that carries the layer's slots.  Values computed from the cache's shape stay right, and
 uncompiled attention gives NaN instead of a plausible answer.  Operations that people apply to caches between calls act
 on the slots or raise `CacheHandleError`.
 

@@ -24,8 +24,8 @@ KeyOrValue = Literal["keys", "values"]
 PROBED = (1, 5, 500)
 """Positions at which the rotations of two graphs are compared.
 
-At the last one, frequencies that differ by 3e-5 change a key by two roundings of bfloat16, and two roundings of a
-frequency in float32 by less than 1e-4.
+At position 500, frequencies that differ by 3e-5 change a key by two roundings of bfloat16.  Two roundings of a
+frequency in float32 change it by less than 1e-4.
 """
 
 
@@ -268,6 +268,6 @@ def check_usable(cache: LayerCache) -> None:
         )
     if cache.cropped is not None:
         raise CacheHandleError(
-            f"{cache.cropped.tokens} tokens of this cache have since been cropped, so the state that it had is "
-            "gone: copy a cache (copy.deepcopy) before cropping it"
+            f"{cache.cropped.tokens} tokens of this cache have since been cropped, so its earlier state is lost: copy "
+            "a cache (copy.deepcopy) before cropping it"
         )

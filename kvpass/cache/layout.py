@@ -1,4 +1,4 @@
-"""Define the layout of one layer's slots: what its compiled decode graph depends on."""
+"""Define the layout of one layer's slots, on which its compiled decode graph depends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layout:
         policy: the eviction policy.
         budget: tokens kept between steps.
         row_budgets: whether each row has its own budget, which is in the slots' state for the steps.
-        pins: whether a caller has marked tokens that stay, so that the state has `PINNED` without `keep_prompt` too.
+        pins: whether the caller pins tokens; the state then has `PINNED`, as it has under `keep_prompt`.
         capacity: the number of slots, including the slot for the token that is written next.
         batch, heads, key_dim, value_dim: B, Hkv, D and Dv.
         dtype, device: of keys and values.

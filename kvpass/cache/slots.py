@@ -281,7 +281,7 @@ class ClassedSlots:
         return slots.with_tensors(joined)
 
     def _join_classes(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Join the tensors of all classes to one like `like`, whose values fill the slots that a head lacks."""
+        """Pad the tensors of all classes with the values of `like`, and concatenate them along the heads."""
         if like.ndim == 1:
             return parts[0].clone()
         wide = []

@@ -70,7 +70,7 @@ def check_croppable(records: Sequence[UndoRecord], count: int, max_tokens: int) 
     if count <= croppable:
         return
     if not max_tokens:
-        reason = f"pass crop={count} to kvpass, which then records what the last tokens overwrite"
+        reason = f"pass crop={count} to kvpass, which then records the slots that the last tokens overwrite"
     elif count > max_tokens:
         reason = f"crop={max_tokens} records no more: pass crop={count}"
     else:

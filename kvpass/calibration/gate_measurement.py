@@ -27,19 +27,19 @@ def measure_gates(
 ) -> HeadGates:
     """Return the gates of a model's KV heads.
 
-    A head's gate is the mean share of attention, the highest over its G query heads, that the queries of the second
-    half of each window pay to tokens after the first `sinks` and before the last `recent` ones.
+    A head's gate is a mean share of attention, the highest over its G query heads.  It is the share that the queries of
+    the second half of each window pay to tokens after the first `sinks` and before the last `recent` ones.
 
     Args:
         model: a causal language model with the interface of transformers, uncompiled.
         ids: int64 [T], the token ids of a text, of at least half a window; tokens after the last whole
             one are not read.
-        window: the tokens that are run at once: half of this number from the text, twice.
+        window: the tokens that are run together: half of this number from the text, twice.
         sinks, recent: the tokens that streaming heads keep.
 
     Raises:
-        CalibrationError: the text is shorter than half a window, the window has no token that streaming heads lack, or
-            the model has no attention on a cache, or its layers differ in their numbers of KV heads.
+        CalibrationError: the text is shorter than half a window, the window has no token that streaming heads lack, the
+            model has no attention on a cache, or its layers have different numbers of KV heads.
         UnsupportedGraph: the attention of the model cannot be read.
     """
     half = window // 2

@@ -45,7 +45,7 @@ def calibrate(model: torch.nn.Module, ids: Tensor, *, window: Positive = 1024) -
         model: a causal language model with the interface of transformers and rotary embeddings, uncompiled.
         ids: int64 [T], the token ids of the text, of at least one window; tokens after the last whole one are not
             read.
-        window: the tokens that are run at once; statistics of long contexts need long windows.
+        window: the tokens that are run together; statistics of long contexts need long windows.
 
     Raises:
         CalibrationError: the text is shorter than the window, a layer's keys do not rotate with the position, their

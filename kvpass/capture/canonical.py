@@ -188,7 +188,8 @@ class AttentionSite(SiteFacts):
         sink_logit: see `kvpass.capture.canonical.attention`.
         lse: the node of `kvpass::log_sum_exp` of the same logits, or None.
         hidden_logit: the logit of keys that a bool mask hides, if attention is decomposed.
-        decomposed: whether attention is spelled out instead of a call of scaled_dot_product_attention.
+        decomposed: whether attention is written as a product, a softmax and a product, without a call of
+            scaled_dot_product_attention.
         shared_by: later attention calls on the same cache, such as the calls of layers that share it.
     """
 

@@ -1,7 +1,8 @@
 """Read attention calls: scaled_dot_product_attention, or attention that is decomposed into products and a softmax.
 
 Decomposed attention is a product, a softmax and another product.  Between the first product and the softmax there may
-be a factor, a soft cap (a scaled tanh), masks and biases that are added or filled in, and a column of learned sinks.
+be a factor and a soft cap (a scaled tanh).  There may also be masks and biases that are added or filled in, and a
+column of learned sinks.
 
 Every argument of every operation is accounted for, or the softmax is refused.  Masks apply in the model's order, each
 aligned with the logits that it meets (`kvpass.capture.logit_changes`).  A column of sinks must be joined after all
@@ -241,7 +242,8 @@ class _DecompositionReader:
     def _read_sub(self, node: fx.Node) -> fx.Node:
         """Account for a difference: the softmax ignores a row's maximum; any other operand is a bias.
 
-        The softmax ignores a number subtracted from all its columns, sinks included, but not before a cap.
+        Subtracting one number from all columns of a row, sinks included, does not change its softmax, unless a cap
+        follows.
         """
         logits, other, alpha = products.sum_operands(node)
         if alpha == 1 and products.is_maximum(other, logits):

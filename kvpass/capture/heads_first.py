@@ -7,8 +7,8 @@ A cache [B, S, H, D] enters and leaves the new graph as [B, H, S, D], and nothin
               return out, k                                   out = attend(q, k.transpose(1, 2))
                                                               return out, grown
 
-The new graph computes the values that Dynamo's does, for any caches that are found: capture proves the rest on it, or
-refuses it.  Strides differ, so code that needs them, such as a view of the grown cache, is refused.
+The new graph is equivalent to Dynamo's, whichever caches are found.  Capture then proves the rest on it, or refuses it.
+Strides differ, so code that needs them, such as a view of the grown cache, is refused.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def find_tokens_first(dynamo_gm: fx.GraphModule) -> set[str]:
             node = _cache_of(attended, outputs)
             if node is not None:
                 tokens_first.add(node)
-            else:  # it may be computed from what is cached
+            else:  # it may be computed from cached tensors
                 computed_from = origins.since_projection([attended], results)
                 tokens_first |= {each for each in computed_from if each in outputs and _has_tokens_first(each, call)}
     return {node.name for node in tokens_first}

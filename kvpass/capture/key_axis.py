@@ -2,7 +2,7 @@
 
 The rewritten step evaluates a mask for one slot at a time.  This is exact for tensors that are computed *slice by
 slice*: the part of a key from the parts of the operands of the same key.  `KeyAxis` follows the keys' dimension through
-the operators of the table, from where it enters: a key index, an input with an entry for every token, or a tensor
+the operators of the table.  The dimension begins at a key index, an input with an entry for every token, or a tensor
 computed from stored vectors.  Any other tensor is *precomputed on the host*, by the model's own code from the arguments
 of the call.  If it has an entry for every token, the entry of each slot's token is looked up.
 """
@@ -160,7 +160,7 @@ class KeyAxis:
             reads_padded = INDEPENDENT_OF_PADDED in map(self.follow, node.all_input_nodes)
             return INDEPENDENT_OF_PADDED if reads_padded else INDEPENDENT
         axis = self._growing_axis(node)
-        if node in self._overwritten:  # a slice of it would lack what other nodes write
+        if node in self._overwritten:  # a slice of it would lack the writes of other nodes
             return KeyDependence("needs_all_tokens", axis)
         if is_lengthened(node, self.sizes):
             return KeyDependence("padded", axis)

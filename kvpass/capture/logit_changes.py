@@ -207,8 +207,8 @@ class LogitChanges:
     def _substitutes(self, changes: list[Change], fills: list[FilledNumber]) -> dict[float, float]:
         """Return a number that absorbs logits for each filled-in number; {} if that is not needed or not proven equal.
 
-        A query that sees nothing attends in equal shares to the keys with the highest of the numbers.  The numbers are
-        so far apart that the other keys get nothing, so only the order of the numbers counts.
+        A query without visible keys attends in equal shares to the keys with the highest of the numbers.  The numbers
+        are so far apart that the weights of the other keys are zero, so only the order of the numbers counts.
         """
         numbers = sorted({fill.number for fill in fills}, reverse=True)
         if all(map(self._absorbs, numbers)) or not _only_hide(changes):

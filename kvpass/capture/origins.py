@@ -120,8 +120,8 @@ def _check_takes_all(node: fx.Node, grown: fx.Node, copies: float) -> None:
     """Refuse an operation that selects a part of the cache at the recorded size, though not at small sizes.
 
     Which elements a subscript selects depends on how a length compares with its bounds.  Dynamo has decided this
-    comparison, so the recorded size tells it for all lengths that the graph serves.  `copies` is the number of elements
-    of the result for each element of the cache, at small sizes.
+    comparison, so the result at the recorded size holds for all lengths that the graph serves.  `copies` is the number
+    of elements of the result for each element of the cache, at small sizes.
     """
     size, whole = example_value(node).numel(), example_value(grown).numel()
     if copies.is_integer() and symbolic_shapes.known_equal(size, whole * int(copies)):
@@ -177,7 +177,7 @@ def _check_order(attended: fx.Node, grown: fx.Node) -> None:
         return
     heads, tokens = (follow_to(grown, dim, attended) for dim in (1, 2))
     if heads == example_value(attended).ndim - 2 != tokens:
-        raise CacheRefused("attention reads dimension 1 of what is cached as tokens")
+        raise CacheRefused("attention reads dimension 1 of the cached tensor as tokens")
 
 
 DOES_NOT_GROW = "its keys and values do not grow: they are computed from other inputs than its queries"

@@ -48,7 +48,7 @@ def hiding_inputs(gm: fx.GraphModule, mask: fx.Node | None, step: bool) -> list[
     if mask is None:
         return []
     computed_from = walk.ancestors(mask)
-    if alias.writers_to(computed_from):  # a later write changes what the node's operation computed
+    if alias.writers_to(computed_from):  # a later write changes the values that the node's operation computed
         return []
     order = [node for node in gm.graph.nodes if node in computed_from]
     inputs = [

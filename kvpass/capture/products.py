@@ -124,7 +124,7 @@ def query_by_head(query: fx.Node) -> fx.Node:
 
 
 def output_by_head(product: fx.Node) -> fx.Node:
-    """Return the output [B, Hq, q, Dv], with rows and heads apart."""
+    """Return the output [B, Hq, q, Dv], with separate dimensions of rows and heads."""
     if example_value(product).ndim == 4:
         return product
     views = [user for user in product.users if has_tag(user, "reshapes") and example_value(user).ndim == 4]

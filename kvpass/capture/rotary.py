@@ -78,7 +78,7 @@ def _obstacle(site: AttentionSite, alias_sets: alias.AliasSets) -> str | None:
     if rotary is None:
         return "the keys carry no rotary embedding that can be separated"
     if not rotary.counts_tokens(site):
-        return "a token has several positions at once"
+        return "a token has several positions"
     if not positions_of(rotary, site):
         return QUERY_ROTATED_BY_OTHERS
     if not rotates_each_token_alone(rotary, site, alias_sets):
@@ -235,7 +235,7 @@ def _may_follow_tokens(node: fx.Node) -> bool:
 
 
 def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
-    """Return whether all nodes computed from a tensor keep the slices along its dimension apart."""
+    """Return whether no node computed from a tensor mixes the slices along its dimension."""
     single = expr(example_value(root).shape[dim]) == 1
     dims: dict[fx.Node, int | None] = {root: dim}
     for node in sorted(among - {root}):

@@ -68,8 +68,9 @@ def replace_vmap(graph: fx.Graph) -> None:
         w = remove_batch_dim(z, 1, n, 0)
         decrement_nesting()
 
-    The replacement is exact if all mapped values are scalars: each level then has its own dimension, and pointwise
-    operators and lookups by a full set of indices give the same on broadcast tensors.  Any other graph stays unchanged.
+    The replacement is exact if all mapped values are scalars.  Each level then has its own dimension, and pointwise
+    operators and lookups by a full set of indices give equal results on broadcast tensors.  Any other graph stays
+    unchanged.
     """
     calls = [node for node in graph.nodes if fx_nodes.is_batching(node)]
     if not calls:

@@ -382,7 +382,7 @@ def _check_processor(saved: Mapping[str, Any]) -> None:
 
 
 def _model_entry(model: torch.nn.Module) -> dict[str, Any]:
-    """Return what an artifact's manifest has about the model."""
+    """Return the model's entry in an artifact's manifest."""
     names = recording.tensor_names(model)
     return {
         "class": type(model).__name__,
@@ -394,7 +394,7 @@ def _model_entry(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _tensor_entries(model: torch.nn.Module) -> dict[str, str]:
-    """Return what compiled code depends on of each tensor of a model, by name."""
+    """Return the properties of each tensor of a model on which compiled code depends, by name."""
     first = recording.tensor_names(model)  # a tied tensor is one argument, and found again by its first name
     return {
         name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} {list(x.stride())} {x.device}"
@@ -418,7 +418,7 @@ def _check_model(saved: Mapping[str, Any], model: torch.nn.Module) -> None:
 
 
 def _code_settings(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the numbers, besides tensors, that may be constants of the model's compiled code."""
+    """Return the numbers outside of tensors that may be constants of the model's compiled code."""
     autocast = str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
     return {**model_identity.module_settings(model), "autocast": autocast}
 

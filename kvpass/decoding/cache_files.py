@@ -148,7 +148,7 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
 
 
 def _check_owner(loop: DecodeLoop | None, of_loop: bool) -> None:
-    """Raise CacheFileError for the file of a loop with a model, or the file of a model with a loop."""
+    """Raise CacheFileError if a loop's file is loaded for a model, or a model's file for a loop."""
     if loop is not None and loop.requests is not None:
         if of_loop:
             raise CacheFileError("it holds one conversation, and this DecodeLoop serves requests: leave out rows=")

@@ -2,8 +2,8 @@
 
 Sampling, positions, counters, the policy's state and the next input live on the device.  The host reads the tokens
 every few steps, and only launches steps in between.  On a GPU the step is a CUDA graph that is replayed; on a CPU the
-same step is called.  In both cases Dynamo and the model's own Python run twice in a conversation without further
-prompts: for the prompt and for the first step.
+same step is called.  As a rule Dynamo and the model's own Python then run three times in a conversation without further
+prompts: for the prompt and for the first two steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CAPTURING = ("reduce-overhead", "max-autotune")
 
 
 def _around(model: torch.nn.Module) -> Callable[..., Any]:
-    """Return a function that calls a model, through which torch traces what another backend has compiled of it."""
+    """Return a function that calls a model uncompiled, so that torch also traces parts compiled by other backends."""
     return lambda *arguments, **named: dynamo.uncompiled_call(model)(*arguments, **named)
 
 
@@ -152,11 +152,11 @@ class DecodeLoop:
 
     @check_arguments
     def warm(self, rows: Positive = 1) -> None:
-        """Compile what the loop's settings need, before the first prompt or request comes.
+        """Compile the graphs that the loop needs, before the first prompt or request.
 
         Synthetic prompts, shorter and longer than the budget, run through the loop: in chunks if the loop feeds prompts
-        so, with steps up to the policy's compaction and another turn.  Nothing of them stays.  They are shorter where
-        the policy evicts no token, or none of a prompt; a warning names prompts that exceed the budget.
+        so, with steps up to the policy's compaction and another turn.  They leave no state.  They are shorter under a
+        policy that evicts no token, or none of a prompt; a warning names prompts that exceed the budget.
 
         Args:
             rows: the number of rows in prompts; requests have the loop's `rows`.
@@ -408,7 +408,7 @@ class DecodeLoop:
     def step(self) -> list[GenerationOutput]:
         """Advance all requests: prefill one chunk of a prompt, and decode up to `read_interval` tokens in each row.
 
-        After the last chunk of a prompt nothing is decoded, so that its first token is handed out at once.
+        After the last chunk of a prompt nothing is decoded, so that its first token is returned immediately.
 
         Returns:
             One output for each request that has new tokens or has finished since the last call.
@@ -432,7 +432,7 @@ class DecodeLoop:
         """Add requests and decode them until all have finished.
 
         The next `step` hands out the outputs of other requests in the meantime.  If there is an error or an interrupt,
-        the requests are withdrawn with what they have generated, and the loop continues without them.
+        the requests are withdrawn with their generated tokens, and the loop continues without them.
 
         Args:
             inputs: the prompts, each as in `add`.

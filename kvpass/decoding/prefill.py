@@ -1,9 +1,8 @@
 """Prefill a prompt in chunks: each attends to the cached tokens and to itself, then the policy evicts (`prefill`).
 
-Prompts then need memory for the budget and one chunk only, and time in proportion to their length.  The
-remainder of the division into chunks is a part of the first chunk, which has less than twice the length of the
-others.  The reason is that one prompt graph serves all lengths, while each length of a chunk on slots has its own
-graph.
+Prompts then need memory for the budget and one chunk only, and time in proportion to their length.  In an empty cache
+the remainder of the division into chunks joins the first chunk, which is less than twice as long as the others.  The
+reason is that the prompt graph serves any length, while on a GPU each length of a later chunk needs its own graph.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def run_chunks(
     Args:
         ids: int64 [B, T].
         mask: [B, tokens seen before + T], 0 for padding.
-        chunk: the number of tokens in a chunk; None for the whole prompt at once.
+        chunk: the number of tokens in a chunk; None for the whole prompt in one call.
         logits_to_keep: see `ModelCall`.
         pinned: bool [B, T], the tokens to pin; None for none.
         on_top: see `prefill`.

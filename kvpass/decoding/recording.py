@@ -31,7 +31,7 @@ class RecordedCall:
     Attributes:
         inputs: the tensors of the call by name: ids [B, q] and, if the model was given them, mask and positions.
         before: the tokens seen before.
-        result: what ran.
+        result: the prompt or step that ran.
         logits: [B, 1, vocabulary].
         cache: the model's cache object after a prompt, see `CacheObjectWriter`.
     """
@@ -44,7 +44,7 @@ class RecordedCall:
 
     @property
     def kind(self) -> tuple[str, int, bool]:
-        """The kind of the call: what runs, the rows, and whether the model was given a mask."""
+        """The kind of the call: its kind of graph, the rows, and whether the model was given a mask."""
         rows, new = self.inputs["ids"].shape
         what = "prompt" if isinstance(self.result, prompts.PromptResult) else "step" if new == 1 else "chunk"
         return what, rows, len(self.inputs) > 1
@@ -203,7 +203,7 @@ class _GraphWriter:
         return entry
 
     def _argument(self, index: int, calls: Sequence[RecordedCall]) -> dict[str, Any]:
-        """Return how to find one of Dynamo's arguments in a later call, which must be true for all recorded calls."""
+        """Return where a later call finds one of Dynamo's arguments; the rule must hold for all recorded calls."""
         values = [call.result.arguments[index] for call in calls]
         first = values[0]
         if isinstance(first, Handle):

@@ -138,7 +138,8 @@ class RequestBatch(DecodeState):
     def run(self, count: int, exact: bool = False) -> list[list[int]]:
         """Decode `count` tokens for each row; on a CPU, and with `exact`, stop as soon as a row ends.
 
-        A policy's clocks count steps of all rows, and the clocks of a row that is copied at its end must stop there.
+        A policy's clocks advance for all rows together, so a row whose cache is copied at its end must stop exactly
+        there.
         """
         self.invalidate_if_model_changed()
         exact = exact and bool(self.caches[0].clocks)
@@ -205,8 +206,8 @@ def check_holds_only_slots(cache: Any, empty: Any) -> None:
         other += [name for name, value in other_integers(layer).items() if empty_counts.get(name, value) != value]
         if other:
             raise CacheHandleError(
-                f"layer {number} of the model's cache, a {type(layer).__name__}, holds {', '.join(other)} besides keys "
-                "and values; requests need a cache of slots alone: use DecodeLoop without rows, or model.generate"
+                f"layer {number} of the model's cache, a {type(layer).__name__}, has {', '.join(other)} in addition to "
+                "keys and values; requests need a cache of slots alone: use DecodeLoop without rows, or model.generate"
             )
 
 

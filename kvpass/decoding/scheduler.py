@@ -290,7 +290,7 @@ class RequestScheduler:
         """Restart requests, ahead of the queue, after a step with all of them has failed.
 
         If there are several, each runs alone next, which shows which of them fails.  A request that fails alone for the
-        second time, or with an error of kvpass, ends with the error, and the others are no longer suspects.
+        second time, or with a KVPassError, ends with that error; the others run together again.
         """
         if len(requests) > 1:
             # The longest runs first: it is the most likely to have exceeded the positions of the model.

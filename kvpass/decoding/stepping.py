@@ -145,7 +145,7 @@ def in_mode_of_weights(function: F) -> F:
     """Decorate a method of a loop: run it without gradients, in inference mode if the weights are inference tensors.
 
     Steps write in place to tensors of earlier calls, and torch allows that for tensors of inference mode only there.
-    Calls from several threads take turns.  After a refusal, new loops are traced anew.
+    Calls from several threads take turns.  After a refusal, new loops are traced again.
     """
 
     @functools.wraps(function)
@@ -258,7 +258,7 @@ class DecodeState(abc.ABC):
             )
         if not ran[0].signature.is_repeatable:
             raise UnsupportedGraph(
-                "a mask of this model is made from all tokens anew in every step, which a decode loop does not repeat; "
+                "a mask of this model is computed from all tokens in every step, which a decode loop does not repeat; "
                 "use model.generate"
             )
         self.cache = model_access.cache_of_output(out)
@@ -378,7 +378,7 @@ class LoopState(DecodeState):
         over = (torch.isin(columns, self.loop.stop.cpu()) | self.stopped_on_host).cumsum(0) > 0
         used, ended = columns[: 1 + int((~over[:-1]).any(-1).sum())], bool(over[-1].all())
         ready = collections.deque([*self.ready, *used])
-        # at once, so that an interrupt neither loses nor repeats a token
+        # in one statement, so that an interrupt neither loses nor repeats a token
         self.ready, self.unread_count, self.stopped_on_host, self.all_stopped = ready, 0, over[-1], ended
 
     def choose(self, logits: Tensor) -> None:
@@ -408,8 +408,9 @@ class RepeatedStep:
 
     The loop repeats the arguments of the second step in a row through the model, because Dynamo may have specialised
     the first on its number of tokens, and because two steps show that the arguments are repeatable: the second step's
-    arguments must be the first step's, advanced by one token.  Otherwise every step runs through the model, as code
-    outside of the graph computes an argument anew.  The loop repeats them only as long as all guards on sizes hold.
+    arguments must be the first step's, advanced by one token.  Otherwise every step runs through the model, because
+    code outside of the graph computes an argument again.  The loop repeats them only as long as all guards on sizes
+    hold.
     """
 
     def __init__(self, state: DecodeState) -> None:

@@ -67,7 +67,7 @@ class TokenAllowance:
         Args:
             later: the number of steps after a turn.
         """
-        if math.isfinite(self.tokens):  # more steps than a graph needs only if the turns fit as well
+        if math.isfinite(self.tokens):  # more steps than a graph needs only if the turns also fit
             steps = int(min(steps, max(2 * STEPS, self.tokens - length - sum(turns) - len(turns) * later)))
         result = [self._take(length, steps)]
         for turn in turns:

@@ -84,7 +84,7 @@ def simulate(
         q: [B, Hq, T, D], before RoPE.
         k: [B, Hkv, T, D], before RoPE.
         v: [B, Hkv, T, Dv].
-        prompt: the number of first tokens that are processed at once.
+        prompt: the number of first tokens that are processed together.
         budget: tokens kept between steps, see `kvpass.backend`.
         positions: "absolute" or "cache", see `kvpass.backend`.
         rope_theta: the base of a standard rotary embedding (halves rotated), or None for no rotary embedding.

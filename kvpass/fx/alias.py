@@ -103,8 +103,9 @@ def writes(node: fx.Node) -> bool:
 def written_operands(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node of Dynamo's graph writes to in place.
 
-    The schema of an operator names them.  A function writes to its first argument, or to those in its first list, if
-    its name ends with an underscore or it is called with `inplace=True`, and to arguments passed as `out`.
+    The schema of an operator names them.  A function writes to its first argument, or to the tensors in its first list,
+    if its name ends with an underscore or it is called with `inplace=True`.  It also writes to arguments passed as
+    `out`.
     """
     if node.op not in ("call_function", "call_method"):
         return []

@@ -13,7 +13,7 @@ Masks use -10000 and lower numbers.  Logits are added to it, factors divide it, 
 ABSORBING = -64 / torch.finfo(torch.float32).eps
 """A number of this value or less does not change in float32 when logits of ordinary size are added."""
 FILLED = -1e32
-"""The one number that a mask fills in; adding logits or biases to it does not change it."""
+"""The value of masked logits; adding a logit or a bias does not change it."""
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

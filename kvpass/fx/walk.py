@@ -164,7 +164,7 @@ def converting_errors(calls: Iterable[fx.Node]) -> Iterator[None]:
         first = next(iter(calls), None)
         where = "" if first else "a graph without attention: "
         raise UnreadableGraph(
-            f"{where}reading the graph failed with {type(error).__name__}: {error}. The model is spelled in a way that "
+            f"{where}reading the graph failed with {type(error).__name__}: {error}. The model is written in a way that "
             "kvpass does not know; run it uncompiled, or report that line of code",
             line=known_line(first) if first else None,
         ) from error

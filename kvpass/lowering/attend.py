@@ -186,8 +186,8 @@ class UnknownQueries(NamedTuple):
 
     Attributes:
         empty: queries that are unknown if no key has a finite logit, as in a softmax that the model computes itself.
-        padded: queries that are unknown if finite logits mask every key: the model then attends to padding as well,
-            which is not cached.
+        padded: queries that are unknown if finite logits mask every key: the model then also attends to padding, which
+            is not cached.
         rounded: queries that are unknown if every key is masked by a number that absorbs logits in the model's half
             precision but not in the dtype of `upcast`; None for no query.
     """
@@ -231,7 +231,7 @@ def query_key_logits(query: Tensor, key: EncodedVectors, *, scale: float, rotate
         products = key.format.products((query if first == 1 else query * first).flatten(2, 3), key.parts)
         return upcast(products.view(*shape, key.shape[2])) * (scale / first)
     sections = rotate(key.in_sections(query.dtype))
-    query = materialize(upcast(query.flatten(2, 3)))  # otherwise the queries would be converted anew for each key
+    query = materialize(upcast(query.flatten(2, 3)))  # otherwise the queries would be converted again for each key
     rows = query.shape[2]
     if isinstance(rows, int) and rows <= code_products.MOST_ROWS_IN_LOOP:  # a key is rotated once for all rows
         products = code_products.row_by_row(query, sections)

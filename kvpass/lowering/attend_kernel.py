@@ -2,8 +2,8 @@
 
 `split` cuts the slots of each KV head into parts for parallel programs, as flash decoding does (Dao et al., 2023,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html).  All query heads of a KV head, and all queries of a short
-chunk, are rows of one product in one program, so the kernel loads a row of K or V from memory once.  `join` combines
-the parts to one output.
+chunk, are rows of one product in one program.  The kernel therefore loads a row of K or V from memory once.  `join`
+combines the parts to one output.
 
 The module is imported when the first graph for a GPU is traced, and needs triton.
 """
@@ -417,7 +417,7 @@ def power(number: int, least: int = 16) -> int:
 def _in_halves(bits: int, dim: int, rotary: int, interleaved: bool) -> bool:
     """Return whether keys are processed in halves.
 
-    Both codes of a byte, or a number and its partner, are then loaded at once.
+    Both codes of a byte, or a number and its partner, are then loaded together.
     """
     if rotary:
         return rotary == dim and not interleaved

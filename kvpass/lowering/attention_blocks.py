@@ -54,7 +54,7 @@ class AttentionInputs:
     def pieces(self, whole_rows: bool = False) -> Iterator[tuple[tuple[slice, slice], AttentionInputs]]:
         """Split into pieces of few rows and KV heads, with about as many matrices as threads.
 
-        All rows and heads at once would leave only a few queries of each in a block.  On a CPU the pieces are float32:
+        All rows and heads together would leave only a few queries of each in a block.  On a CPU the pieces are float32:
         a product in float32 takes less time than converting the result of a product in half precision.
 
         Args:

@@ -1,7 +1,7 @@
 """Define the operator that computes the statistics of attention that a policy reads, for a prompt or a chunk.
 
-It is opaque to the compiler, so that one compiled prompt graph serves every prompt length. On a CPU it computes
-attention as well: sums then need one pass over the products, or none where the tiles of `attention_tiles` compute both.
+It is opaque to the compiler, so that one compiled prompt graph serves every prompt length. On a CPU it also computes
+attention: sums then need one pass over the products, or none where the tiles of `attention_tiles` compute both.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def statistics_of(policy: Policy) -> tuple[Statistic, ...]:
 
 
 def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Return whether the operator is to compute attention of these tensors as well, which may be fake.
+    """Return whether the operator is also to compute attention of these tensors, which may be fake.
 
     Statistics of all queries use the log-sum-exp that it returns. For other policies it pays if attention of
     this number of queries is faster than the library's.
@@ -297,7 +297,7 @@ def statistics(
     Args:
         valid: bool [B, q], false for padding.
         budget: the user's budget, or the slots of each row, int64 [B, H', 1].
-        value: [B, Ha, N, Dv] to compute attention as well, where `fuses_attention` allows it.
+        value: [B, Ha, N, Dv] to compute attention too, where `fuses_attention` allows it.
 
     Returns:
         The output [B, Hq, q, Dv] of attention if there are values, then the statistics of `statistics_of`.

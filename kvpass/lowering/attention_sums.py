@@ -18,7 +18,7 @@ from kvpass.lowering.attention_blocks import AttentionInputs, blocks, zeros
 from kvpass.torch_private.operators import attend_with_lse
 
 SCAN_BLOCK = 4 * attention_blocks.BLOCK
-"""Logits in memory at a time for a scan, which needs all heads of a query at once."""
+"""Logits in memory at a time for a scan, which needs all heads of a query together."""
 
 Smooth = Callable[[Tensor, Tensor], Tensor]
 """A function that changes probabilities [B, Hkv, G, n, S], given which queries are real, bool [B, q]."""
@@ -122,7 +122,7 @@ def attends_in_tiles(attention: AttentionInputs, summed: bool) -> bool:
     """Return whether the loops in C++ compute attention without a cap and a sink.
 
     Args:
-        summed: whether sums or means of the probabilities are computed as well.
+        summed: whether sums or means of the probabilities are also computed.
     """
     assert attention.cap is None
     assert attention.sink_logit is None

@@ -28,7 +28,8 @@ QUERIES, KEYS = 64, 128  # of a tile, whose logits take 32 KB
 FEWEST_QUERIES = QUERIES // 2
 """The fewest queries whose attention is computed here: a tile of fewer queries is mostly padding."""
 FEWEST_MASKED = 1024
-"""The fewest queries for which skipping what a shared mask hides makes tiles faster than the library with AMX."""
+"""The fewest queries for which skipping the keys that a shared mask hides makes tiles faster than the library with
+AMX."""
 TASKS_WITH_SUMS = 128
 """The approximate number of tasks of attention with column sums; each has one sum for each key."""
 MESSAGE = 1024  # bytes of an error's text
@@ -298,7 +299,7 @@ def is_faster(query: Tensor, mask: Tensor | None, summed: bool) -> bool:
     Args:
         query: may be fake; a dynamic number of queries counts as many.
         mask: [B or 1, Hq, Hkv or 1, q or 1, S], or None; may be fake.
-        summed: whether sums or means of the probabilities are computed as well.
+        summed: whether sums or means of the probabilities are also computed.
     """
     count = query.shape[2] if isinstance(query.shape[2], int) else sys.maxsize
     shared = mask is None or mask.shape[1] == 1

@@ -75,8 +75,8 @@ for AVX-512 without dot products of bfloat16 were measured by keeping the librar
 products is assumed to behave like bfloat16.  Quarters, and values in float32, with AVX2 were timed on a processor that
 has AVX-512 too.  The size of the matrix does not matter: it is read once.
 
-Three rows of `scores` with AVX512-BF16 come from steps of SmolLM2-135M, which has three query heads for each KV head: a
-step takes 0.90 (d2o), 0.91 (h2o), 0.94 (window), 0.95 (tova) and 1.01 (streaming) of the time with the library.
+Three rows of `scores` with AVX512-BF16 come from steps of SmolLM2-135M, which has three query heads for each KV head.
+A step takes 0.90 (d2o), 0.91 (h2o), 0.94 (window), 0.95 (tova) and 1.01 (streaming) of the time with the library.
 """
 
 MOST_QUARTERED_UNCACHED = 4
@@ -368,7 +368,7 @@ def _with_bias(product: torch.Tensor, bias: Sequence[torch.Tensor], dtype: torch
 
 
 def _copy_to_buffer(rows: torch.Tensor) -> torch.Tensor:
-    """Copy rows [..., R, K] as float32 to a buffer, so that their inputs are not computed anew per column.
+    """Copy rows [..., R, K] as float32 to a buffer, so that no column computes their inputs again.
 
     The multiplication by one serves rows that are views of a larger tensor.
     """

@@ -4,10 +4,10 @@ AdaKV (Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget All
 https://arxiv.org/abs/2407.11550
 
 At the end of a prompt the scores of all KV heads of a layer compete for the selected tokens of the layer, Hkv * (budget
-- window); each head's best `safeguard` of its equal share are safe.  A head's count is the number of its tokens that
+- window).  Each head's best `safeguard` of its equal share are safe.  A head's count is the number of its tokens that
 win.  The paper gives each head its count; a cache with a different length for each head would need masks, which save no
-memory, or separate code.  Here a layer has up to four classes of heads with equally many slots (`shares`), the same
-for every layer and prompt.  The heads with the highest counts get the largest class.  Each head then selects its own
+memory, or separate code.  Here a layer has up to four classes of heads with equally many slots (`shares`), the same for
+every layer and prompt.  The heads with the highest counts get the largest class.  Each head then selects its own
 tokens, and keeps a ring of recent ones, as SnapKV does.  Together the heads keep exactly Hkv * budget tokens.
 
 A chunk is selected from like a prompt; heads stay in the classes that the first prompt or chunk gave them.

@@ -68,7 +68,7 @@ class Policy:
     Attributes:
         keep_prompt: pin the tokens of prompts and chunks, so that only tokens that are generated one at a time are
             evicted (`kvpass.policies.pinned_tokens`).
-        interval: how many tokens are evicted at once.  A row that exceeds its budget is compacted to budget + 1 -
+        interval: how many tokens are evicted together.  A row that exceeds its budget is compacted to budget + 1 -
             interval tokens, and the next `interval` tokens are appended (`kvpass.policies.periodic`).
         spans: positions at which spans of the text begin, after the first.  At prompts, chunks and compactions each
             span keeps tokens in proportion to its length (`kvpass.policies.fair_spans`); () for no spans.
@@ -155,7 +155,7 @@ class Policy:
 
     @property
     def _why_no_interval(self) -> str:
-        """The reason why the policy cannot evict several tokens at once; "" if it can."""
+        """The reason why the policy cannot evict several tokens together; "" if it can."""
         if self.interval_refusal:
             return self.interval_refusal
         one_by_one = self.overwrites or self.merges or self.aligns != "never"
@@ -188,7 +188,7 @@ class Policy:
         return budget + 1 - self.interval  # type: ignore[return-value]
 
     def held_between_compactions(self, budget: int | float | None) -> str:
-        """Return what a budget means under the policy's interval, as text for reports; "" without an interval."""
+        """Return the meaning of a budget under the policy's interval, as text for reports; "" without an interval."""
         if self.interval == 1 or budget is None:
             return ""
         if isinstance(budget, float):

@@ -105,7 +105,7 @@ def share_of(count: Count, fraction: float) -> Count:
     whole, rest = divmod(Fraction(str(fraction)), 1)
     share = _largest_fraction(rest)
     part = count * share.numerator // share.denominator  # integers, because the count may be symbolic
-    return count * whole + part if whole else part  # type: ignore[return-value]  # of what the count is
+    return count * whole + part if whole else part  # type: ignore[return-value]  # of the type of the count
 
 
 def _largest_fraction(number: Fraction) -> Fraction:

@@ -4,10 +4,10 @@ BUZZ ("BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters for
 https://arxiv.org/abs/2410.23079
 
 The cache is [k sinks | middle | window of the last w tokens].  Tokens are appended until the middle has more than T;
-then it is thinned at once.  Its first `old` tokens, which survived earlier rounds, are sampled at an interval of s' =
-floor((s + 1) / 2) regardless of their scores.  The new ones are divided into hives of s, and the token of highest score
-of each hive stays, for each KV head separately.  The score is the attention to the token, summed over all queries and
-the G query heads.  A middle of `old` + new shrinks to
+then it is thinned in one step.  Its first `old` tokens, which survived earlier rounds, are sampled at an interval of s'
+= floor((s + 1) / 2) regardless of their scores.  The new ones are divided into hives of s, and the token of highest
+score of each hive stays, for each KV head separately.  The score is the attention to the token, summed over all queries
+and the G query heads.  A middle of `old` + new shrinks to
 
     old' = ceil(old / s') + ceil(new / s)
 
@@ -198,7 +198,7 @@ def window_and_threshold(middle: Count, stride: int, old_stride: int | None) -> 
     parts = 1 + _ratio(stride, old_stride)
     if isinstance(middle, Tensor):  # float64, in which Python divides and rounds
         windows = (middle.double() / parts).round().long().clamp(min=1)
-        return windows, middle - windows  # type: ignore[return-value]  # of what the budget is
+        return windows, middle - windows  # type: ignore[return-value]  # of the type of the budget
     window = max(1, round(middle / parts))
     return window, middle - window  # type: ignore[return-value]
 

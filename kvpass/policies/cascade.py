@@ -151,7 +151,7 @@ class Cascade(Policy):
     def scan(
         self, probs: Iterable[Tensor], valid: Tensor, cached_columns: int, budget: int, sharding: HeadSharding | None
     ) -> Tensor:
-        """Return the scores at the end of a prompt, DROPPED for dropped tokens; for a chunk what its queries add."""
+        """Return the scores at the end of a prompt, DROPPED for dropped tokens; for a chunk its queries' additions."""
         reduced = (self._reduce(block, sharding) for block in probs)
         blocks = moving_averages(reduced, valid, self._decay(budget))
         if cached_columns:

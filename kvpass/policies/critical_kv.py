@@ -1,4 +1,4 @@
-"""Select prompt tokens by attention first, and then by what their values add to the output of the layer.
+"""Select prompt tokens by attention first, and then by the contribution of their values to the output of the layer.
 
 CriticalKV (Feng et al., "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective").
 https://arxiv.org/abs/2502.03805

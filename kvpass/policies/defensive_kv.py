@@ -6,7 +6,8 @@ https://arxiv.org/abs/2510.13334
 Once, at the end of a prompt, each of its last `window` queries has its attention to the tokens before them averaged
 over `kernel` neighbours, zero beyond either end, and rescaled to its previous sum.  A token's score is the highest
 of all queries and of the G query heads of a KV head, and at least the mean of these over the tokens.  It is multiplied
-by what the token's value adds to the output of the layer (`kvpass.policies.critical_kv`), as a share of all KV heads'.
+by the token value's contribution to the output of the layer (`kvpass.policies.critical_kv`), as a share of all KV
+heads' contributions.
 
 In each head, tokens are safe in order of mean attention while their cumulative share is below `mass`.  They and then
 the highest scores of all heads win the selected tokens of the layer.  Heads get budgets by their winners as under

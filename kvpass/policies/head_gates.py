@@ -73,8 +73,8 @@ class HeadGates(Weights):
     def of_table(path: str | os.PathLike[str], architecture: str) -> HeadGates:
         """Read gates from a text file with a line of numbers, one for each KV head, per layer.
 
-        This is the format of `full_attention_heads.tsv` in the repository of DuoAttention, whose code clips numbers to
-        0 and 1 as well.
+        This is the format of `full_attention_heads.tsv` in the repository of DuoAttention, whose code also clips
+        numbers to 0 and 1.
 
         Raises:
             CalibrationError: the file cannot be read or is not such a table.

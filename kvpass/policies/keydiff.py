@@ -6,8 +6,8 @@ Environments"). https://arxiv.org/abs/2504.15364
     score_j = -cos(k_j, mean_i k_i / |k_i|)
 
 for each KV head, over the stored keys of all cached tokens, safe ones included.  No attention and no value is
-read.  The mean changes with the tokens, so all scores are computed anew at each compaction, in one pass over the keys.
-A chunk is compacted like a prompt.
+read.  The mean changes with the tokens, so each compaction computes all scores again, in one pass over the keys.  A
+chunk is compacted like a prompt.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ position p is at rank r < p after an earlier token was evicted, and a small netw
 "direct" leaves the slots unchanged and repairs at read.  "paper" stores repaired rows and repairs them again after the
 next eviction.  Sinks, and rows at the positions at which they were computed, are never changed.
 
-A prompt longer than the budget M restarts its positions for its last M tokens: they are numbered 0..M-1 and see nothing
-before them, as if only they had been given.  So they need no repair, and the first of them are the sinks of the
-conversation.  The tokens before them are predicted in separate windows of M, and not cached.  A chunk attends to
-all cached tokens and causally to itself at the following positions, none above the aligner's window.  Then all tokens
+A prompt longer than the budget M restarts its positions for its last M tokens: they are numbered 0..M-1 and attend to
+no earlier token, as if they were the whole prompt.  So they need no repair, and the first of them are the sinks of the
+conversation.  The tokens before them are predicted in separate windows of M, and not cached.  A chunk attends to all
+cached tokens and causally to itself at the following positions, none above the aligner's window.  Then all tokens
 beyond the budget are evicted.
 
-`every=n` evicts n tokens at once, when M + 1 are cached.  Rows are then repaired and stored in the steps that evict, n
+`every=n` evicts n tokens together, when M + 1 are cached.  Rows are then repaired and stored in the steps that evict, n
 times less often: a row is repaired about M/n times.
 """
 
@@ -48,7 +48,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
 
     Attributes:
         aligner: a `kvpass.policies.aligners.Aligner`, or the path of a saved one.
-        every: how many tokens are evicted at once.
+        every: how many tokens are evicted together.
     """
 
     aligner: Aligner | str | os.PathLike[str] | None = None

@@ -1,4 +1,4 @@
-"""Compact a row when it exceeds its budget, by several tokens at once, for policies with a `Policy.interval`."""
+"""Compact a row by several tokens when it exceeds its budget, for policies with a `Policy.interval`."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ https://arxiv.org/abs/2406.02069
 With b = budget - window, the last layer gets b // beta selected tokens, the first one 2 b - b // beta, and the layers
 between them lie on a line.  The first layer's budget is at most the prompt's length, and prompts shorter than 2 b give
 every layer the same budget, as in the public code.  That code falls by whole steps, rounded down, so that its layers
-get more than b on average, up to 2 b with a small budget and many layers; here the budgets' mean is the budget.  With
+get more than b on average, up to 2 b with a small budget and many layers.  Here the budgets' mean is the budget.  With
 an `interval`, which the paper lacks, the last layer gets at least `interval` selected tokens.
 """
 
@@ -50,7 +50,7 @@ class PyramidKV(SnapKV):
 def pyramid(layers: int, budget: int, window: int, beta: int, prompt: int, interval: int = 1) -> list[int]:
     """Return the budget of each layer for a prompt; their mean is `budget`.
 
-    The last layer selects at least `interval` tokens, so that a compaction leaves it one besides its window.
+    The last layer selects at least `interval` tokens, so that a compaction leaves it one in addition to its window.
     """
     mean = budget - window
     if layers == 1 or prompt <= budget or prompt < 2 * mean:

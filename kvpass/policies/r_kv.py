@@ -13,7 +13,7 @@ tokens, mean over the queries, maximum over `kernel` neighbours in the text.  R,
 i of c_ij.  c_ij is the cosine of the stored keys of two cached tokens, zero for i = j.  It is also zero where j is the
 last of the tokens that are similar to i (c_ij > 0.5): the latest of several repetitions is forgiven.
 
-`plain` is the variant that later papers compare with: nothing is forgiven, and importance is the softmax of each query
+`plain` is the variant that later papers compare with.  Nothing is forgiven.  Importance is the softmax of each query
 head, averaged over the queries, the heads and `kernel` neighbours (zero beyond either end).
 
 A chunk is compacted like a prompt: its own queries vote.

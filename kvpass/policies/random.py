@@ -6,7 +6,7 @@ the tokens of a prompt.
 
 With `redraw` all cached tokens get new numbers whenever some are evicted, as in Random Attention
 (https://arxiv.org/abs/2609.03430).  A token then survives r compactions of K + n tokens to K with probability
-(K / (K + n))^r, so old tokens fade.  That paper also keeps the prompt and the last 64 tokens, and evicts 64 at once:
+(K / (K + n))^r, so old tokens fade.  That paper also keeps the prompt and the last 64 tokens, and evicts 64 together:
 `redraw=True, recent=64, keep_prompt=True, interval=64`.
 """
 
@@ -32,7 +32,7 @@ class Random(Policy):
 
     Attributes:
         seed: any integer from 0 to 2**31 - 2.
-        redraw: draw anew among the cached tokens whenever some are evicted.
+        redraw: draw again among the cached tokens whenever some are evicted.
         recent: the number of last tokens that always stay.
     """
 

@@ -4,11 +4,11 @@ SAGE-KV ("LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction"; its 
 https://arxiv.org/abs/2503.08879
 
 Once, at the end of the prompt of N tokens: sinks [0, S), candidates E = [S, N - 1 - R), recent tokens and the last one.
-Every QUERY head selects the k candidates of the last token's highest logits; a KV head keeps what its G query heads
-selected.  A budget of B is split S = B/4, k = B/(2G), R = the rest.  Then the recent tokens become a ring: the
-oldest unselected token makes room for each new token, and nothing is scored.  If N <= B + 1 nothing is selected, and
-the first S + G k tokens stay, unless `select_at="overflow"` lets the first token that finds no free slot select.  A
-token that two heads selected needs one slot; the saved slots go to recent tokens.
+Every QUERY head selects the k candidates of the last token's highest logits; a KV head keeps the tokens that its G
+query heads selected.  A budget of B is split S = B/4, k = B/(2G), R = the rest.  Then the recent tokens become a ring:
+each new token evicts the oldest unselected one, and nothing is scored.  If N <= B + 1 nothing is selected, and the
+first S + G k tokens stay, unless `select_at="overflow"` lets the first token without a free slot select.  A token that
+two heads selected needs one slot; the saved slots go to recent tokens.
 
 A chunk is a prompt: its last token selects again, among the cached tokens and the chunk.  `refresh_interval=n` (the
 paper's future work) selects again every n tokens.  Since only cached tokens can be selected, the candidates then extend
@@ -78,7 +78,7 @@ class Sage(Policy):
     statistics = frozenset({"logits"})
 
     def minimum_budget(self) -> int:
-        """Return the least budget for one query head per KV head; only a model tells how many there are."""
+        """Return the least budget for one query head per KV head, as only a model has the number."""
         selected = (self._sinks(budget) + (self.top or budget // 2) for budget in itertools.count(1))
         return next(budget for budget, count in enumerate(selected, start=1) if count < budget)
 

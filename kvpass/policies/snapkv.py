@@ -5,9 +5,8 @@ SnapKV (Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation
 Once, at the end of the prompt, the attention of its last `window` queries is averaged over them.  It is smoothed along
 the text by an average over `kernel` neighbours (zero beyond either end) and averaged over the G query heads of a KV
 head.  The highest scores stay, for each KV head separately, and the window itself.  Then the window becomes a ring:
-the oldest unselected token makes room for each new one, and nothing is scored.  A prompt that fits is kept whole; all
-of it but its window counts as selected.  A chunk is a prompt: the selection is repeated among the cached tokens and the
-chunk.
+each new token evicts the oldest unselected one, and nothing is scored.  A prompt that fits is kept whole; all of it but
+its window counts as selected.  A chunk is a prompt: the selection is repeated among the cached tokens and the chunk.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ The `large` share of B with the largest ranges stays.  The other kept tokens are
 replacement, in proportion to a_j: the highest a_j / x_j, where x_j is a draw from the exponential distribution.  Tokens
 without any attention come last, the newest of them first.
 
-With `variant="dkv"` the K tokens of largest |k_j G|^2 |v_j G|^2 stay, and the sinks.  G [D, 20] is drawn anew at each
+With `variant="dkv"` the K tokens of largest |k_j G|^2 |v_j G|^2 stay, and the sinks.  G [D, 20] is drawn again at each
 compaction from the normal distribution of variance 1/20, the same for all heads, for keys and for values.  No attention
 is read.
 

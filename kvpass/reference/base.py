@@ -43,7 +43,7 @@ class HeadStream:
     Attributes:
         head: the KV head, 0 if the heads share their tokens.
         budget: tokens to keep between steps.
-        interval: tokens that are evicted at once when the budget is exceeded.
+        interval: tokens that are evicted together when the budget is exceeded.
         seen: real tokens seen, including those of the current call.
         step: the current call adds a single token to a cache, not a prompt or chunk.
         layer: the index of the layer, for policies that need it.

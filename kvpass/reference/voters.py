@@ -12,7 +12,7 @@ Ballot = dict[int, list[float]]
 
 class VotingReference(Reference):
     def rows(self, probabilities: Tensor, logits: Tensor) -> Tensor:
-        """Return what queries vote with, [queries, heads, tokens]."""
+        """Return the votes of queries, [queries, heads, tokens]."""
         return probabilities
 
     def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:

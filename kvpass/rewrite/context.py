@@ -125,7 +125,7 @@ class StepContext(StepGraph):
     """A step graph during its rewrite, with all that the passes insert.
 
     Attributes:
-        inputs: inputs besides slots and Dynamo's arguments.
+        inputs: inputs other than slots and Dynamo's arguments.
         records: of the passes that have run.
 
     Each of the others is set by one pass, and cannot be read before it:
@@ -151,7 +151,7 @@ class StepContext(StepGraph):
         self.records: list[PassRecord] = []
 
     def copy_slots(self, layer: int) -> list[fx.Node]:
-        """Return a layer's slots with copies of their metadata, everything besides K and V, from before the step."""
+        """Return a layer's slots with copies of their metadata (all but K and V) from before the step."""
         names, stored = self.slots[layer].names, self.slots[layer].kv_names
         nodes = zip(names, self.slot_inputs[layer], strict=True)
         return [node if name in stored else self._copy(node) for name, node in nodes]
@@ -164,7 +164,7 @@ class StepContext(StepGraph):
 
 
 class Pass(Protocol):
-    """A graph pass: it changes the graph of a context, and records there what later passes need."""
+    """A graph pass: it changes the graph of a context, and records there the values that later passes need."""
 
     __name__: str
 

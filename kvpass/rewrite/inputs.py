@@ -1,4 +1,4 @@
-"""Define the inputs of a step graph besides slots, policy weights and Dynamo's arguments."""
+"""Define the inputs of a step graph other than slots, policy weights and Dynamo's arguments."""
 
 from __future__ import annotations
 

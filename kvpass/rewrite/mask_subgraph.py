@@ -184,9 +184,8 @@ def check_not_overwritten(
     """
     for writer in (alias.overwriting_node(moved, alias_sets), alias.overwriting_node(behind, alias_sets, result)):
         if writer is not None:
-            read = "what an attention mask or a rotary embedding is computed from"
-            writes = f"{walk.target_name(writer)!r} writes in place to {read}"
-            walk.refuse(writer, f"{writes}, so the computation cannot be moved onto slots")
+            why = "an input of an attention mask or a rotary embedding, so the computation cannot be moved onto slots"
+            walk.refuse(writer, f"{walk.target_name(writer)!r} writes in place to {why}")
 
 
 class _KeyCutter:

@@ -25,8 +25,8 @@ from kvpass.torch_private import fx_nodes, symbolic_shapes
 def new_columns(column: Tensor, length: int, query_len: int) -> Tensor:
     """Return the columns of the new tokens, [..., q], of an input with a column for every token, [..., S].
 
-    They are usually the last columns.  An input with columns for later tokens has them at `length`.  The input of a
-    repeated step ends with an earlier token, and its last columns stand for the new ones.
+    They are usually the last columns.  An input with columns for later tokens has them at `length`.  A repeated step
+    passes the input of an earlier step, whose last columns have the values of the new tokens.
     """
     return column.narrow(-1, min(length, column.shape[-1] - query_len), query_len)
 
@@ -145,7 +145,7 @@ def rewrite_step(
     """Rewrite a step graph in place by a sequence of passes, and describe the result.
 
     Args:
-        passes: run in this order; each may read what earlier ones recorded in the context.
+        passes: run in this order; each may read the values that earlier ones recorded in the context.
         watch: called after each pass with its record and the graph as the pass left it.
 
     Raises:

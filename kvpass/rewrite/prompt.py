@@ -232,7 +232,7 @@ def insert_statistics(
 ) -> dict[Statistic, fx.Node]:
     """Add the operator of the policy's statistics and return the node of each.
 
-    The operator replaces the attention call where it computes attention as well.
+    The operator replaces the attention call where it also computes attention.
 
     Args:
         copy_of: from the nodes of the site to those of `graph`, in which the attention call may be replaced.
@@ -264,9 +264,10 @@ def insert_statistics(
 
 
 def _fuses_attention(site: AttentionSite, policy: Policy) -> bool:
-    """Return whether the operator of statistics is to compute the attention of a prompt as well.
+    """Return whether the operator of statistics also computes the attention of a prompt.
 
-    Attention that the model spells out keeps its own roundings. Causal attention must be causal from the first key on.
+    Decomposed attention is never fused, to keep its rounding.  Causal attention is fused only if the queries are as
+    many as the keys.
     """
     call = op_table.named_arguments(site.call)
     query, key, values = (example_value(node) for node in (site.query, call["key"], call["value"]))

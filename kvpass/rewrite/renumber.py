@@ -47,7 +47,8 @@ def find_readers(
     """Return all nodes that read position ids.
 
     A lookup reads them if its index is computed by counting, or comes from a single integer input whose value fits
-    position ids.  Tables that other operations also read, or whose length is the width of an output, contain words.
+    position ids.  A table that other operations also read, or whose length is the width of an output, is a table of
+    token embeddings.
 
     Args:
         argument_of: the value of each placeholder in this call.

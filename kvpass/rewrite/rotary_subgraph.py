@@ -46,8 +46,8 @@ class RotarySubgraph:
         rotate: inputs are the key [B, Hkv, q, D] and the results of `angles`.
         position: the shape of the positions that the model's code expects.
         angle_dtypes: the dtypes of the results of `angles`.
-        angle_inputs: shapes and dtypes of the inputs of `angles` besides positions.
-        rotate_inputs: shapes and dtypes of the inputs of `rotate` besides the results of `angles`; the key is the
+        angle_inputs: shapes and dtypes of the inputs of `angles` other than positions.
+        rotate_inputs: shapes and dtypes of the inputs of `rotate` other than the results of `angles`; the key is the
             first.
         position_count: the number of positions in the tables in which the model looks up angles; None without tables.
     """
@@ -92,7 +92,8 @@ class RotarySubgraph:
         """Return the angles of keys at positions 0 .. count - 1, each [count, ...].
 
         On a CPU they are float32: otherwise every key of every head would convert its row again.  Entries past
-        the model's last position repeat its angles.  No key reads them: the query after it would be out of range too.
+        the model's last position repeat its angles.  They have no effect, because every query that attends to such a
+        key is out of range itself.
         """
         run = self.angles.module if isinstance(count, int) else PaddedSections(self.angles.module).run
 
@@ -223,7 +224,7 @@ class RotaryProbe:
     """The rotation of one key by all rotary embeddings of a graph, for the arguments of a call.
 
     Attributes:
-        indices: the arguments that the rotation reads, besides positions.
+        indices: the arguments other than positions that the rotation reads.
     """
 
     def __init__(self, canonical_gm: fx.GraphModule, sites: Sequence[AttentionSite], sizes: SizeResolver) -> None:

@@ -185,7 +185,7 @@ class StepGraph:
     def trace(self, function: Callable[..., Any], nodes: list[fx.Node], layer: int | None = None) -> fx.GraphModule:
         """Trace a function of the values of nodes, for `splice`.
 
-        Dynamic sizes become inputs as well, because the function may read them elsewhere: the sizes of `layer` if it is
+        Dynamic sizes also become inputs, because the function may read them elsewhere: the sizes of `layer` if it is
         given.
         """
         count, inputs = len(nodes), [*nodes, *self.size_nodes.for_layer(layer)]

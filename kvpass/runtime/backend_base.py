@@ -66,11 +66,12 @@ class BackendBase:
     refused_before: int = dataclasses.field(default_factory=lambda: BackendBase.refused_loops, repr=False)
     """The `refused_loops` when the backend was made.
 
-    Torch runs the graphs of one backend for equal ones, also graphs that broke for a reason that is gone since.
+    torch reuses the graphs of a backend for equal backends, including graphs that broke for a reason that no longer
+    holds.  A backend that is made after a refused call is therefore unequal to earlier ones.
     """
     kv_store: ClassVar[KVStore] = KVStore()
     refused_loops: ClassVar[int] = 0
-    """How many calls of loops were refused, because of the model or of what torch has traced of it."""
+    """The number of calls of loops that were refused, because of the model or of torch's graphs of it."""
 
     @property
     def cache_settings(self) -> tuple[Any, ...]:
@@ -83,7 +84,7 @@ class BackendBase:
         return (self.positions or self.policy.positions) == "cache"
 
     def keeps_operands(self, policies: Sequence[Policy]) -> bool:
-        """Return whether prompts return the operands of their statistics, to admit a part again after a crop."""
+        """Return whether prompt graphs output the operands of their statistics, which a crop needs."""
         return self.crop > 0 and any(policy.statistics for policy in policies)
 
     def time_section(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -130,7 +131,7 @@ class BackendBase:
 
     @property
     def compiles_at_once(self) -> bool:
-        """True if no `DeferredCode` waits for a second run: for a report, which describes the compilation."""
+        """True if every graph is compiled at its first run, so that a report can describe the compilation."""
         return self.recorder is not None
 
     def has_dynamic_sizes(self, device: torch.device) -> bool:

@@ -43,7 +43,7 @@ def collect_runs() -> contextlib.AbstractContextManager[list[Any]]:
 
 
 def publish_run(*ran: Any) -> None:
-    """Tell the context of `collect_runs`, if there is one, of prompts and steps that ran."""
+    """Append results of prompts and steps to the list of the active `collect_runs`, if there is one."""
     listener = _LISTENER.get()
     if listener is not None:
         listener.extend(ran)

@@ -118,7 +118,7 @@ def _is_constant(offsets: Tensor, valid: Tensor, wanted: Tensor) -> Tensor:
 
 
 class RotationCheck:
-    """The rotation of one key by a graph, computed anew when a tensor that it reads has changed.
+    """The rotation of one key by a graph, computed again when a tensor that it reads has changed.
 
     A tensor has changed if it was replaced or written to in place.  Tensors of inference mode do not count writes.
     """

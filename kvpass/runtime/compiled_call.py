@@ -41,7 +41,7 @@ WRONG_CACHE = (
     "of the model that the conversation began with, or begin a new one. {}"
 )
 APART = (
-    "this model of kvpass.compile runs in separate graphs, as another backend would let its cache grow: leave out "
+    "a model of kvpass.compile cannot be traced into another backend's graph, where its cache would grow: leave out "
     "fullgraph=True, or compile the outer function by torch.compile(..., backend=kvpass.backend(...))"
 )
 SHALLOW = (
@@ -301,7 +301,8 @@ def _running(backend: Any, cache: Any) -> Iterator[None]:
     Args:
         cache: a cache of kvpass among the arguments, or None.
 
-    A compilation that torch refuses to begin has no end at which Dynamo's settings would be restored.
+    Dynamo's settings are restored here too, because torch runs no end callback for a compilation that it refuses to
+    begin.
     """
     outermost = not _RUNNING.get()
     token = _RUNNING.set(backend or True)

@@ -1,8 +1,8 @@
 """Run prompts and steps on the code of an artifact: `PromptRunner` and `StepRunner` without their graphs.
 
-A runner reads its graph to find out what its arguments mean.  Here the answers come from a file, and the compiled code
-too.  Anyone may call a model in any way, so a graph's runner checks each call.  A `DecodeLoop` needs no such check: its
-positions count real tokens, and its mask never changes for earlier ones.
+A runner reads its graph to find out what its arguments mean.  An artifact stores these facts together with the compiled
+code.  Anyone may call a model in any way, so a graph's runner checks each call.  A `DecodeLoop` needs no such check:
+its positions count real tokens, and its mask never changes for earlier ones.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def longest_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: in
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` such that all numbers up to it fulfil a condition; -1 for none."""
+    """Return the largest n, at most `most`, such that the condition holds for 0..n; -1 if there is none."""
     return next((number - 1 for number in range(most + 1) if not holds(number)), most)
 
 
@@ -154,7 +154,7 @@ def variant_entry(signature: StepSignature) -> dict[str, Any]:
     _refuse(
         {
             "a policy with trained weights": bool(signature.policy_weights),
-            "a mask that is made from all tokens anew in every call": not signature.is_repeatable,
+            "a mask that is computed from all tokens in every call": not signature.is_repeatable,
         }
     )
     return {name: getattr(signature, name) for name in _VARIANT_FIELDS}

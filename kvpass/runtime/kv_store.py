@@ -94,7 +94,7 @@ class KVStore:
 
 
 def _spare_slots(cache: LayerCache) -> AnySlots:
-    """Return slots for a chunk: the slots from before the last chunk, whose record is dropped now, or new slots."""
+    """Return slots for a chunk: those of the undo record that this chunk replaces, or new ones."""
     earlier_slots = [each.snapshot.slots for each in cache.undo_records if each.snapshot and not each.snapshot.saved]
     form = (cache.slots.names, cache.layout.capacity)
     fitting = (slots for slots in earlier_slots if slots is not cache.slots and (slots.names, slots.capacity) == form)
@@ -118,7 +118,7 @@ def output_projection_of(cache: LayerCache) -> Tensor | None:
     weight = None if cache.output_projection is None else cache.output_projection()
     if weight is None:
         raise CacheHandleError(
-            f"{cache.layout.policy.name!r} weighs the tokens of a turn by the model's output projection, which is not "
-            "known of a cache from a file or of a model that is gone: start again with the whole conversation"
+            f"{cache.layout.policy.name!r} weighs the tokens of a turn by the model's output projection, which a cache "
+            "from a file, or of a model that was deleted, does not have: start again with the whole conversation"
         )
     return output_weight_by_head(weight.detach(), cache.layout.heads, cache.layout.value_dim)

@@ -1,13 +1,13 @@
 """Let Dynamo trace one decoder layer for all equal layers of a model.
 
-Dynamo traces every call of a layer anew, which is most of the time to the first token of a model with many
+Without regions Dynamo traces every call of a layer, which is most of the time to the first token of a model with many
 layers.  It reuses the trace of a nested compile region, under the guards of the first trace, if the region has no side
 effects.  A layer has one: it appends to the model's cache.  So inside a compiled call each layer runs as a region that
 takes the layer's cached keys and values and returns the longer ones, and the caller puts these into the cache.  The
 backend inlines all regions before it reads the graph (`kvpass.torch_private.regions`).
 
-Only layers that append to their own ordinary `DynamicLayer` become regions; all others are traced as before.  If
-Dynamo cannot trace or reuse the regions of a model, its layers are traced one by one afterwards.
+Only layers that append to their own ordinary `DynamicLayer` become regions; all others are traced as before.  If Dynamo
+cannot trace or reuse the regions of a model, its layers are traced separately afterwards.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ class LayerRegions:
                 raise
             tracing.forget()
             reason = (type(error).__name__, str(error))
-        result = call(*arguments, **named)  # or the error is none of regions
+        result = call(*arguments, **named)  # raises again if regions are not the cause
         self.usable = False
         _report(
-            "%s: its layers are traced one by one from now on, which takes longer, as a layer cannot be traced "
-            "once for all: %s: %s",
+            "%s: its layers are traced separately from now on, which takes longer: tracing one layer for all of "
+            "them failed: %s: %s",
             *(self.name, *reason),
         )
         return result
 
 
 def _report(text: str, *values: object) -> None:
-    """Log why layers are traced one by one, or warn if a newer torch or transformers may be the reason."""
+    """Log why layers are traced separately, or warn if a newer torch or transformers may be the reason."""
     if versions.untested_version("torch") or versions.untested_version("transformers"):
         warnings.warn(text % values, KVPassWarning, stacklevel=2)
     else:
@@ -86,8 +86,8 @@ class RegionForward:
     Attributes:
         layers, index: the module list of the layer and its index.  Dynamo's guards name the layer by this path.
         regions: the regions of the last compiled model that contains the layer; the call does not read them.
-        kinds: the exact types of a model's cache and of a layer's cache that can be passed in parts.
-        made: the types that replace them inside a region.
+        kinds: the exact classes of the model's cache and of a layer's cache whose keys and values a region takes.
+        made: the classes that replace them inside a region.
         cache: the name and the position of the layer's parameter for its cache.
         nested: the names of parameters that may be tuples; others may too, but Dynamo takes longer to trace them.
     """
@@ -192,7 +192,7 @@ class OneLayerCache:
 
 @functools.cache
 def one_layer_cache(of_model: type) -> type[OneLayerCache]:
-    """Return the class of a region's cache: an instance of the model's class of caches, without its other members."""
+    """Return a subclass of the model's class of caches that has only the members of `OneLayerCache`."""
     names = {name for base in of_model.__mro__ for name in vars(base)} - set(dir(OneLayerCache))
     members = {name: _refused_method(name) if name.startswith("__") else _refused(name) for name in names}
     return type(OneLayerCache.__name__, (OneLayerCache, of_model), members)
@@ -260,7 +260,7 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     kinds = (getattr(caches, "DynamicCache", None), getattr(caches, "DynamicLayer", None))
     if not _are_as_known(kinds) or not region_guards.install():
         report = _report if caches is not None and regions.are_supported() else log.info
-        report("layers are traced one by one, which takes longer: this torch or transformers lacks what regions need")
+        report("layers are traced separately, which takes longer: this torch or transformers cannot support regions")
         return LayerRegions()
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     groups = [(layers, group) for layers in lists for group in _equal_layers(layers)]

@@ -33,8 +33,8 @@ def check_kind(cache: Any) -> None:
 def as_contiguous_tokens(argument: Any) -> Any:
     """Return an argument, tokens [B, n] as a contiguous tensor that is not a view.
 
-    Chunks of a prompt arrive as slices of a longer tensor.  Dynamo traces a slice anew for its strides, which a slice
-    of a single row keeps even when it is contiguous, and for the tensor that it views.
+    Chunks of a prompt arrive as slices of a longer tensor.  Dynamo traces a slice again for its strides and for the
+    tensor that it views.  A slice of one row keeps its strides even when it is contiguous.
     """
     if not isinstance(argument, Tensor) or argument.ndim != 2:
         return argument
@@ -52,7 +52,7 @@ def with_dynamic_length(tokens: Tensor) -> Tensor:
 
 
 def with_dynamic_lengths(values: Sequence[Any], new_tokens: Any, cache: Any) -> tuple[Any, ...]:
-    """Return the arguments of a call; each that is as long as the prompt or chunk gets a dynamic length.
+    """Return the arguments of a call, with a dynamic length for each that is as long as the tokens.
 
     Otherwise the first prompt would be traced for its length alone, and the second for all lengths.  Graphs for GPUs
     stay static.

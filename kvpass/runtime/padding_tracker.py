@@ -55,7 +55,7 @@ class PaddingTracker:
     def unchanged_inputs(self, caches: list[LayerCache], arguments: tuple[Any, ...], query_len: int) -> frozenset[int]:
         """Return the argument indices of the padding inputs that agree with their earlier values for all cached tokens.
 
-        Inputs that mark padding in one cache agree together: one of them may show a token that another one hides.
+        The inputs of one cache are compared together, because one of them may show a token that another one hides.
 
         The rewritten graph assumes that these inputs are 1 for every cached token; of other inputs, it reads the entry
         of each slot.  On a GPU the host does not wait for the comparison: if it fails, a later step raises the error.
@@ -147,9 +147,10 @@ def compare_with_cache(cache: LayerCache, *columns: Tensor) -> tuple[Tensor, Ten
         columns: the inputs, each [B or 1, S] or [S].
 
     Returns:
-        Two bools on the device: whether all inputs have 1 for every real token and some input has 0 for each
-        other one, the new tokens included; and whether some input has 0 for every token that was left out of the
-        cache as padding.  Inputs that are too short have unknown numbers for the tokens at their end.
+        Two bool tensors on the device.  (1) Every input is 1 for each real cached token, some input is 0 for each
+        padding token before the new ones, and entries of new tokens are 0 or 1.  (2) Some input is 0 for each token
+        that was left out of the cache as padding.  An input that is shorter than the cache makes (1) false, and (2)
+        ignores the tokens after its end.
 
     Raises:
         CacheHandleError: an input has other rows than the cache.

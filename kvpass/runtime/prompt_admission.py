@@ -28,9 +28,8 @@ from kvpass.runtime.padding_tracker import true_indices
 from kvpass.user_budget import Budget, slots_for, slots_of_rows
 
 MIXED = (
-    "budget={budget!r} gives rows {shares} tokens, and the model has a layer that stores its last {window}: some "
-    "rows can keep all of these, and need no policy in that layer, and other rows cannot; give a number of slots, or "
-    "rows of one length"
+    "budget={budget!r} gives the rows {shares} tokens, and a layer has a sliding window of {window} tokens: the window "
+    "must fit the budget of every row, or of none; give a number of slots, or rows of one length"
 )
 
 

@@ -39,7 +39,7 @@ from kvpass.runtime.prompt_admission import PendingPrompt, PromptLayer
 from kvpass.torch_private import dynamo, inductor, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
-ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
+ADOPTED = "adopted: the prompt ran uncompiled, so its attention statistics are unknown"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,7 +107,7 @@ class StepExecutor(abc.ABC):
         return tick(caches, self.padding.valid_rows(caches, arguments))
 
     def bind_fast_step(self, inputs: StepInputs) -> BoundStep:
-        """Return a callable that does what `advance` does for one token while the caches keep their slots."""
+        """Return a callable that advances by one token, as `advance` does, while the caches keep their slots."""
         step = self._prepare_step(inputs)
         return BoundStep(inputs.caches, step.signature, step.run)
 
@@ -155,7 +155,7 @@ class StepResult:
 class BoundStep:
     """A decode step of one token on fixed slots and fixed compiled code.
 
-    The step does what `StepExecutor.advance` does for a known kind of step, as long as the slots are the same objects.
+    The step is `StepExecutor.advance` for a known kind of step.  It is valid as long as the slots are the same objects.
     """
 
     def __init__(self, caches: list[LayerCache], signature: StepSignature, run: inductor.Compiled) -> None:

@@ -18,10 +18,10 @@ from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.lru_cache import LruCache
 from kvpass.torch_private import dynamo, inductor, symbolic_shapes
 
-MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ in nothing but sizes
+MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ only in sizes
 SIZE_BY_SIZE = (
-    f"code for a step depends on its sizes in more than {MOST_DYNAMIC} ways, so it is compiled for each further size "
-    "alone: a hook of the policy, or the model, compares sizes such as the budget with numbers"
+    f"code for a step depends on its sizes in more than {MOST_DYNAMIC} ways, so each further size is compiled "
+    "separately: a hook of the policy, or the model, compares sizes such as the budget with constants"
 )
 
 
@@ -161,9 +161,10 @@ class VariantCache:
     """The rewrites of one step graph.
 
     The first number of rows, and the first capacity, get static code, which is faster.  The second value of either gets
-    code with dynamic sizes for all further values.  A dynamic number of rows in Dynamo's graph counts as a second one,
-    because Dynamo made a static graph before.  Chunks of any length share dynamic code, already the first one, and so
-    do layers with exact capacities: with static numbers, each layer would need separate code.
+    code with dynamic sizes for all further values.  A number of rows that is already dynamic in Dynamo's graph counts
+    as a second value, because Dynamo made a static graph for the first.  Chunks of any length share dynamic code,
+    already the first one, and so do layers with exact capacities: with static numbers, each layer would need separate
+    code.
     """
 
     def __init__(self, symbols: set[str]) -> None:

@@ -85,7 +85,7 @@ def _kernel(
 def _source(
     kernel: Any, template: tuple[str, str], inputs: Sequence[Any], product: Any, is_stored: bool, fused: Sequence[Any]
 ) -> str:
-    """Return the C++ source of a kernel; `is_stored` says whether the product itself is a result."""
+    """Return the C++ source of a kernel; `is_stored` is true if the product itself is a result."""
     (count, columns), (rows, matrix), (library, kind) = product.get_size(), inputs, template
     outputs = {"product": product} if is_stored else {}
     if fused:

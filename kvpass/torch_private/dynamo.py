@@ -40,7 +40,7 @@ def never_compile_alone(function: Any) -> None:
 def is_traced() -> bool:
     """Return whether Dynamo, or torch.export, traces the function that asks.
 
-    It asks Dynamo: torch also says that it compiles while another thread does.
+    This asks Dynamo, because torch.compiler.is_compiling() is also true while another thread compiles.
     """
     return torch.compiler.is_dynamo_compiling() or is_exported()
 

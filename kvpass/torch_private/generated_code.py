@@ -65,7 +65,7 @@ def use_libraries(files: Mapping[str, str]) -> None:
     """Load libraries that another process has built, by the digests of their sources, where this process has none."""
     for digest, file in files.items():
         if digest not in _LIBRARIES:
-            _LIBRARIES[digest] = ctypes.CDLL(file)  # at once, as the file may be removed
+            _LIBRARIES[digest] = ctypes.CDLL(file)  # loaded now, because the file may be removed later
 
 
 @contextlib.contextmanager

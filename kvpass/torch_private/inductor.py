@@ -178,7 +178,7 @@ def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any
 
 
 def outside_of_traces() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which graphs are compiled apart from the graph that Dynamo traces."""
+    """Return a context in which graphs are compiled separately from the graph that Dynamo traces."""
     from torch._guards import tracing
 
     return tracing(None)
@@ -297,7 +297,7 @@ class WithLeading:
 class _OnInnerTensors:
     """Call compiled code with the plain tensors inside its arguments, which must be wrapped like the examples.
 
-    torch's own wrapper flattens every argument anew, which takes longer than a small product of matrices.
+    torch's own wrapper flattens every argument in each call, which takes longer than a small product of matrices.
     """
 
     def __init__(self, run: Boxed, examples: Sequence[Any]) -> None:
@@ -433,7 +433,7 @@ def as_operand(placeholder: fx.Node, node: fx.Node, value: Any) -> None:
 
 _WRAPPERS = ("forward", "runtime_wrapper", "SerializableCompiledFunction")
 _SUBCLASS_WRAPPER = "inner_fn"
-"""The wrapper that takes tensor subclasses apart; in torch 2.11 others have this name too."""
+"""The wrapper that unwraps tensor subclasses; in torch 2.11 other wrappers have this name too."""
 
 
 def _unwrap(run: Any, subclasses: bool) -> tuple[list[Any], Any]:
@@ -443,7 +443,7 @@ def _unwrap(run: Any, subclasses: bool) -> tuple[list[Any], Any]:
     by one and so keep them alive; the others take a list, which they empty.
 
     Args:
-        subclasses: whether an argument of the code is a tensor subclass, which one of the wrappers takes apart.
+        subclasses: whether an argument of the code is a tensor subclass, which one of the wrappers unwraps.
     """
     from torch._inductor.output_code import CompiledFxGraph
 

@@ -634,7 +634,7 @@ def test_a_count_of_the_cache_that_kvpass_does_not_advance(rows: int | None, mon
         assert loop.cache.layers[0].tokens == kvpass.inspect(loop.cache).seen
     else:
         refused = loop.generate_batch([ids[0]], max_new_tokens=10).popitem()[1]
-        assert "holds tokens besides keys" in str(refused.error)
+        assert "has tokens in addition to keys" in str(refused.error)
 
 
 @pytest.mark.slow

@@ -247,7 +247,7 @@ def test_layers_that_no_region_can_hold_are_traced_one_by_one(
     said = [record.getMessage() for record in caplog.records if record.name == "kvpass.regions"]
     refused = not layer_calls(model)[0].regions.usable  # torch itself retraces calls that change an integer
     assert [each.partition(" from now on")[0] for each in said] == [
-        "LlamaForCausalLM: its layers are traced one by one"
+        "LlamaForCausalLM: its layers are traced separately"
     ] * refused
     assert refused or changed is _counts
     assert ("a layer reads 'layers' of the model's cache" in "".join(said)) == (changed is _asks_the_cache)

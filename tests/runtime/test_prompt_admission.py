@@ -179,7 +179,7 @@ def test_layers_of_different_budgets_cannot_count_positions_by_cache() -> None:
 
 def test_a_window_within_the_budgets_of_some_rows_is_refused() -> None:
     shares = backend("h2o", 0.5)
-    with pytest.raises(BudgetError, match=r"gives rows \[10, 6\] tokens, and the model has .* stores its last 8"):
+    with pytest.raises(BudgetError, match=r"gives the rows \[10, 6\] tokens, .* sliding window of 8 tokens"):
         admitted(shares, 20, (0, 8), windows=[None, 8])
     for window in (6, 11):
         assert len(admitted(shares, 20, (0, 8), windows=[None, window])) == 2
@@ -190,7 +190,7 @@ def test_a_window_of_the_models_own_within_the_share_of_some_rows_is_refused() -
     """Test a window of eight tokens, with shares of six tokens for one row and ten for another."""
     ids, mask = prompt(2, 20, (8, 0))
     model = torch.compile(zoo.build("mistral"), backend=kvpass.backend("h2o", budget=0.5, inner="eager"))
-    with pytest.raises(kvpass.BudgetError, match=r"gives rows \[6, 10\] tokens, .* stores its last 7"):
+    with pytest.raises(kvpass.BudgetError, match=r"gives the rows \[6, 10\] tokens, .* sliding window of 7 tokens"):
         model(ids, attention_mask=mask, use_cache=True)
 
 

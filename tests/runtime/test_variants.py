@@ -149,7 +149,7 @@ def test_a_guard_that_a_call_fails_makes_another_variant_up_to_a_number() -> Non
         if sizes is not None:
             assert sizes.size(sizes.symbols[0]) == length  # a comparison, by which the code is for this length alone
         used.append(variant)
-    with pytest.warns(KVPassWarning, match="sizes in more than 4 ways, so it is compiled for each further size alone"):
+    with pytest.warns(KVPassWarning, match="sizes in more than 4 ways, so each further size is compiled separately"):
         used.append(calls.run(ShapeKey((1, 2 + variants.MOST_DYNAMIC), (33,), 1), decodes=False))
     assert len(set(map(id, used))) == len(used)
     assert calls.rewriter.made.count(None) == 1

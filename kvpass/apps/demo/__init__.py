@@ -1,1 +1,1 @@
-"""Show on a real model what bounding the cache costs: a chat, perplexity, retrieval, speed, and what is kept."""
+"""Show the cost of a bounded cache on a real model: a chat, perplexity, retrieval, speed, and the cached tokens."""

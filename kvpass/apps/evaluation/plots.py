@@ -31,7 +31,7 @@ def lines(
     """Draw a panel for each title, with a line for each name; a name has one style in all panels.
 
     Args:
-        x_label, y_label: what the axes show.
+        x_label, y_label: the labels of the axes.
         logarithmic: whether both axes are logarithmic; with `log_y` only the upward one is.
     """
     column_count = min(2, len(panels))

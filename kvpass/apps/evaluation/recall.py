@@ -23,7 +23,7 @@ from kvpass.decoding.model_call import ModelCall
 from kvpass.errors import KVPassError
 
 VALUE = 4  # words of a value
-TIMES = 2  # that a pair is said: it has been useful once before a question needs it
+TIMES = 2  # occurrences of a pair: it has been useful once before a question needs it
 LINE = VALUE + 3  # tokens of a pair: mark, key, value, end
 MARK, END = "$", "\n"
 _WORD = re.compile("[\u0120\u2581][a-z]{3,}")  # with the blank before it, as the two kinds of tokenizers write it
@@ -181,14 +181,13 @@ def plant_pairs(
         tokens: int64 [N] of text; the rows begin at even distances in it, and may overlap if it is short.
 
     Raises:
-        KVPassError: the text is too short, there is no room for a pair, or the tokenizer has too few words.
+        KVPassError: the text is too short, a pair does not fit, or the tokenizer has too few words.
     """
     fed_tokens = length - VALUE - 1  # the last word of an answer is not fed
     fitting = tuple(distance for distance in distances if 1 + times * LINE + distance <= fed_tokens)
     if not fitting:
         raise KVPassError(
-            f"{length} tokens have no room for a pair of {LINE} tokens at a distance of {distances[0]}; use longer "
-            "texts"
+            f"{length} tokens are too few for a pair of {LINE} tokens at a distance of {distances[0]}; use longer texts"
         )
     if len(tokens) < fed_tokens:
         raise KVPassError(

@@ -84,7 +84,7 @@ def lines(measure: Measure, results: Sequence[Result]) -> dict[str, list[tuple[f
 
 
 def _points(measure: Measure, rows: Sequence[Row]) -> Iterator[tuple[float, float]]:
-    """Yield the mean of all rows at each place."""
+    """Yield the mean of all rows with the same x."""
     for x in sorted({row[measure.x_key] for row in rows if row[measure.x_key] is not None}):
         yield x, statistics.fmean(row[measure.y_key] for row in rows if row[measure.x_key] == x)
 

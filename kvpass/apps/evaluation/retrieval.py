@@ -12,13 +12,13 @@ from kvpass.apps.evaluation.session import Row, Session
 from kvpass.arguments import require
 
 CACHED_SHARE = "held"
-"""The share of all KV heads that hold the number, at one of the places where it is said, before the answer."""
+"""The share of all KV heads that cache the number, at one of its occurrences, before the answer."""
 SPARE = 4  # tokens of an answer in addition to the number's own
 NOISE = "The road is long. The hills are low. The river runs on. We walk for a while, and then we rest. "
 PLACES = ("Aldermoor", "Brackwater", "Cindervale", "Dunmere", "Eastholm", "Farrowby", "Glenmarsh", "Hollowford")
 
 Planted = tuple[list[int], list[list[int]]]
-"""The token ids of a prompt, and the positions of each place where it says the number."""
+"""The token ids of a prompt, and the positions of each occurrence of the number."""
 
 
 def noise(session: Session, count: int) -> list[int]:
@@ -87,7 +87,8 @@ class RetrievalMeasure(abc.ABC):
                 }
 
     def _answers(self, session: Session, length: int, depth: float) -> list[tuple[bool, float]]:
-        """Return for each prompt whether its number is said, and the share of heads that cache it before the answer."""
+        """Return for each prompt whether its number is answered, and the share of heads that cache it before the
+        answer."""
         draws = [random.Random(f"{self.name} {self.seed} {length} {depth} {trial}") for trial in range(self.trials)]
         secrets = [str(draw.randrange(10_000, 100_000)) for draw in draws]
         prompts = [self._prompt(session, length, depth, *arguments) for arguments in zip(secrets, draws, strict=True)]

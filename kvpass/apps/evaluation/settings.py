@@ -64,7 +64,7 @@ class Case:
     of_bytes: bool = False
 
     def slots(self, policy: Policy, full: FullCache | None) -> Budget:
-        """Return the nearest budget that the policy can have; for a policy that evicts nothing, room or None."""
+        """Return the nearest budget that the policy can have; for one that evicts nothing, free slots or None."""
         if self.budget is None:
             return self.measure.needed_slots if self.measure.needed_slots <= MOST_ROOM else None
         if self.of_bytes:
@@ -112,7 +112,7 @@ class Result:
 
 
 class Results:
-    """All results in a folder; every addition is written at once."""
+    """All results in a folder; every addition is written immediately."""
 
     def __init__(self, folder: Path) -> None:
         """Read or make a folder; KVPassError if neither works, or if it takes no results."""

@@ -86,7 +86,7 @@ def cache_bytes(cache: Any) -> int:
 
 @contextlib.contextmanager
 def _without_stops(loop: Loop) -> Iterator[None]:
-    """Let the conversations that begin in the block continue after tokens that end others."""
+    """Let conversations that begin in this context continue after stop tokens."""
     stop, loop.stop = loop.stop, loop.stop[:0]
     try:
         yield

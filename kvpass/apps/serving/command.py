@@ -86,7 +86,7 @@ def service_of(parsed: argparse.Namespace) -> Service:
         api_keys=tuple(filter(None, [*parsed.api_key, os.environ.get(KEY)])),
         waiting=parsed.queue,
         max_tokens=parsed.max_tokens,
-        # None where the policy numbers the cached tokens anew, so that a text may be longer than the trained range.
+        # None where the policy renumbers the cached tokens, so that a text may be longer than the trained range.
         context=parsed.context or (None if loop.backend.prefers_cache_positions else loaded.trained_length),
         drain=parsed.drain,
         conversations=Limits(parsed.kept_rows or 2 * parsed.rows, parsed.kept_bytes, parsed.conversations),
@@ -107,7 +107,7 @@ def _loop_of(parsed: argparse.Namespace, policy: Policy, model: torch.nn.Module)
             loaded = artifacts.load(parsed.artifact, model, read_interval=parsed.read_interval)
             artifacts.check_settings(loaded, backend(policy, **settings), **sizes)
         except ArtifactError as error:
-            log.warning("the model is compiled, and --artifact written anew: %s", error)
+            log.warning("the model is compiled, and --artifact written again: %s", error)
         else:
             return loaded
     return DecodeLoop(model, policy, read_interval=parsed.read_interval, **sizes, **settings)

@@ -1,4 +1,4 @@
-"""Count what the server does, for Prometheus."""
+"""Count the server's requests, tokens and times, for Prometheus."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def _changes_nothing(name: str, value: Any) -> bool:
 
 
 def _generation(text: Any) -> dict[str, Any]:
-    """Return the fields that a `generation_config`, JSON text of transformers, stands for."""
+    """Return the fields of a request that a `generation_config`, JSON text of transformers, sets."""
     if text is None:
         return {}
     name = "generation_config"

@@ -103,7 +103,7 @@ class Service:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def status(self) -> str:
-        """Return "ok" if requests are answered at once, else why not."""
+        """Return "ok" if requests are answered immediately, else the reason why not."""
         if self.engine.failure is not None:
             return "failed"
         return "draining" if self.draining() else "ok" if self.engine.ready else "starting"

@@ -7,9 +7,10 @@ On a processor with AVX2, codes are loaded in *words* of 32 bits.  A vector of e
 and the compiler's code for such a load goes through memory, which is ten times slower.  A word has four bytes, so eight
 words fill a vector.  Each code is masked out of its word without a shift.  As a float it is the code times a power of
 two, which is exact, and the other factor of the product is divided by that power.  Codes at one offset in their words
-are of every fourth number of a row.  Rows that are rotated whenever they are read are stored `in_planes`, because an
-embedding mixes numbers half a row apart: codes at one offset in their words then belong to adjacent numbers, so cosines
-and sines are read in order.  Longer vectors load bytes directly, and so do rows that do not fill vectors with words.
+are of every fourth number of a row.  Rows that are rotated whenever they are read are stored `in_planes`, because a
+rotary embedding mixes numbers half a row apart.  Codes at one offset in their words then belong to adjacent numbers, so
+cosines and sines are read in order.  Longer vectors load bytes directly, and so do rows that do not fill vectors with
+words.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class Hadamard(Format):
         x' = x H / sqrt(b),   H[i, j] = (-1)^(number of ones that i and j have in common, in binary)
 
     H is Sylvester's Hadamard matrix, of the largest power of two b that divides the size of a head; a vector has one or
-    several blocks of b numbers.  H is orthogonal and its own inverse: a transformed query has the same products with
+    several blocks of b numbers.  H is orthogonal and its own inverse.  A transformed query has the same products with
     transformed keys, so attention transforms the query and never a stored vector (Ashkboos et al., "QuaRot", 2024,
     https://arxiv.org/abs/2404.00456, section 4).  Keys have a few large numbers, at the same indices for all tokens
     (Liu et al., "KIVI", 2024, https://arxiv.org/abs/2402.02750, section 3).  Values do not and are stored without the

@@ -8,9 +8,9 @@
 
 An anchor is any node that each layer has once.  Between two anchors the graph is cut where the fewest values are alive;
 in a transformer only the residual stream is alive there.  Values that one layer computes and all later layers read,
-such as a table of angles, are computed before the first layer instead.  A cut decides which code is shared, never what
-is computed: segments run in the order of the graph and pass on every value that crosses a cut, so an unusual cut is
-slow, not wrong.
+such as a table of angles, are computed before the first layer instead.  A cut decides which code is shared, and never
+changes results.  Segments run in the order of the graph and pass on every value that crosses a cut, so an unusual cut
+is slow, not wrong.
 
 Two things could make it wrong: memory that two segments share and one of them writes to, and a mode that is entered in
 one segment and left in another.  A graph in which a cut would separate either is not cut at all.
@@ -270,7 +270,7 @@ def _written_memory(nodes: Iterable[fx.Node], alias_sets: alias.AliasSets) -> se
 
 
 def _memory(graph: fx.Graph) -> alias.AliasSets:
-    """Return the nodes that may share memory, by schemas and recorded storage, which tell more than names."""
+    """Return the nodes that may share memory, by schemas and recorded storage, which prove more than names."""
 
     def aliased(node: fx.Node) -> list[fx.Node]:
         parents = node.all_input_nodes if node.op.startswith("call_") else []

@@ -22,7 +22,7 @@ class Signature:
         key_dim, value_dim: the dimensions of one head.
         window: the largest window M; position ids go from 0 to M.
         sinks: how many first tokens of a window stay unchanged.
-        every: how many tokens are evicted at once; a "direct" aligner serves any number.
+        every: how many tokens are evicted together; a "direct" aligner serves any number.
     """
 
     architecture: str

@@ -270,7 +270,7 @@ def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> N
 
 
 def _may_differ_by_row(step: StepContext, position: fx.Node) -> bool:
-    """Return whether positions have, or may have, a dimension for the rows of what they rotate."""
+    """Return whether positions have, or may have, a dimension for the rows of the tensor that they rotate."""
     rotated = [node for site in step.sites for each in site.attention_calls for node in (each.query, each.key)]
     return example_value(position).ndim > 1 and all(rows_come_first(position, node) for node in rotated)
 

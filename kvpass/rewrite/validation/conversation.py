@@ -131,7 +131,8 @@ class Conversation:
 
     def _valid(self) -> Tensor:
         """Return which tokens are real: up to two on the left are padding, and one in the middle (`has_gap`)."""
-        # Only an input can mark padding, and explicit positions would not count it.  A gap would change ranks.
+        # Padding needs an input that marks it, and positions among the arguments would not count it.  A gap changes
+        # ranks.
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
         has_positions = self.step.stores_unrotated_keys and self.step.context.rotations.positions
         if self.plan.pads_left and self.step.context.padding_inputs.known and not has_positions:

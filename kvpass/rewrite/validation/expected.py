@@ -142,7 +142,7 @@ def attend_exactly(
         query, bias = query[:, :, queries], _select(bias, -2, queries)
     logits, error = _logits(call, query, _for_heads(key, query))
     biased = _with_bias(call, logits, error, bias)
-    # A hiding number may have a bias added to it, so half of it hides as well.
+    # A bias may be added to a masking value, so half of that value also masks.
     visible = torch.ones_like(logits[..., :1]) if bias is None else bias > HIDDEN / 2
     sees = visible.any(-1).expand(logits.shape[:-1])
     if not bool(sees.all()):
@@ -208,7 +208,7 @@ def _with_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tensor
 def _hidden_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return logits and errors of queries that see no key.
 
-    A hiding number is so low that rounding decides what remains of the logit that it is added to.
+    A masking value is so low that rounding decides which part remains of the logit that it is added to.
     """
     hidden_logit, mask = call.get("hidden_logit"), call["mask"]
     boolean = mask is not None and mask.dtype == torch.bool

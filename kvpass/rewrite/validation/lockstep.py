@@ -188,8 +188,8 @@ class Lockstep:
 
         Args:
             problem: what a difference means, for the error.
-            padded: bool [B], the rows with padding, which the third graph does not cache.  There a query that sees no
-                key has an unknown answer, because the model attends to padding as well.
+            padded: bool [B], the rows with padding, which the third graph does not cache.  There a query without
+                visible keys has an unknown result, because the model also attends to padding.
         """
 
         def visit(run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:

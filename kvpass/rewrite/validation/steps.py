@@ -175,7 +175,7 @@ def _serves(step: StepCase, count: int) -> bool:
 
 
 def _inputs_serve(step: StepCase, count: int) -> bool:
-    """Return whether the inputs besides pasts may have their sizes for `count` tokens.
+    """Return whether the inputs other than pasts may have their sizes for `count` tokens.
 
     An input that marks padding has an entry for each token.  If its size is a number, the graph serves one length.
     """

@@ -52,7 +52,7 @@ def test_text_question_and_answer_are_as_long_as_was_said():
 
 @pytest.mark.parametrize(
     ("tokens", "length", "message"),
-    [(1000, 20, "20 tokens have no room"), (50, 200, "50 tokens is too short")],
+    [(1000, 20, "20 tokens are too few"), (50, 200, "50 tokens is too short")],
 )
 def test_pairs_that_do_not_fit_the_text_are_refused(tokens, length, message):
     with pytest.raises(KVPassError, match=message):

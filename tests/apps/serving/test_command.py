@@ -95,7 +95,7 @@ def test_a_server_loads_what_the_one_before_it_has_compiled(tmp_path: Path, capl
     assert not [record for record in caplog.records if record.name.startswith("kvpass")]
     other = service(*options, "--budget", "48")
     assert not isinstance(other.engine.loop, artifacts.LoadedLoop)
-    assert "--artifact written anew: is for budget 32, and wanted is 48" in caplog.text
+    assert "--artifact written again: is for budget 32, and wanted is 48" in caplog.text
 
 
 def test_a_policy_that_numbers_tokens_anew_has_no_context() -> None:
