@@ -2,7 +2,7 @@
 
 The kernel is that of `lowering.row_kernel`, where the processor has what it needs.  Each matrix is one of many, so it
 is read from memory, as in a step of a model larger than the processor's caches.  `LIMITS` of
-`kvpass.lowering.row_products` and `MOST_ROWS` of the kernel are derived from the results.
+`kvpass.lowering.row_products` and `MAX_ROWS` of the kernel are derived from the results.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def compiled(function: Callable[[Tensor, Tensor], Tensor], parts: int | None) ->
 
 
 def _by_kernel(graph: fx.Graph) -> None:
-    """Rewrite products by the kernel, also those of more rows than `MOST_ROWS`, which this benchmark is to find."""
-    with mock.patch.dict(row_kernel.MOST_ROWS, dict.fromkeys(row_kernel.MOST_ROWS, max(ROWS))):
+    """Rewrite products by the kernel, also those of more rows than `MAX_ROWS`, which this benchmark is to find."""
+    with mock.patch.dict(row_kernel.MAX_ROWS, dict.fromkeys(row_kernel.MAX_ROWS, max(ROWS))):
         row_products.decompose_products(graph)
 
 

@@ -631,7 +631,7 @@ def test_beyond_the_recompile_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     With strict=True, the default, there is an error instead (`tests/runtime/test_entries.py`).
     """
     torch._dynamo.reset()
-    monkeypatch.setattr("kvpass.torch_private.dynamo.MOST_GRAPHS", {"recompile_limit": 1})
+    monkeypatch.setattr("kvpass.torch_private.dynamo.MAX_GRAPHS", {"recompile_limit": 1})
     ids, mask = prompt(3, 10, ())
     model = torch.compile(plain("Llama"), backend=kvpass.backend(**settings("h2o"), strict=False))
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -657,7 +657,7 @@ def test_a_model_compiled_by_kvpass_has_room_for_more_graphs(limit: int) -> None
 def test_a_model_beyond_the_recompile_limit_returns_no_growing_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     ids, mask = prompt(3, 10, ())
-    monkeypatch.setattr("kvpass.torch_private.dynamo.MOST_GRAPHS", {"recompile_limit": 1})
+    monkeypatch.setattr("kvpass.torch_private.dynamo.MAX_GRAPHS", {"recompile_limit": 1})
     strict, lax = (kvpass.compile(plain("Llama"), **settings("h2o"), strict=how) for how in (True, False))
     with torch._dynamo.config.patch(recompile_limit=1):
         with pytest.warns(kvpass.KVPassWarning, match="last graph"):

@@ -43,7 +43,7 @@ def test_no_test_returns_early() -> None:
     assert found == []
 
 
-MOST_WORDS = 20
+MAX_WORDS = 20
 
 
 def test_docstrings_of_the_package_begin_with_one_short_sentence() -> None:
@@ -51,7 +51,7 @@ def test_docstrings_of_the_package_begin_with_one_short_sentence() -> None:
         f"{path.relative_to(ROOT)}: {line}"
         for path, tree in _package().items()
         for line in _first_lines(tree)
-        if len(line.split()) > MOST_WORDS or not line.endswith(".")
+        if len(line.split()) > MAX_WORDS or not line.endswith(".")
     ]
     assert found == []
 

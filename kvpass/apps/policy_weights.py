@@ -17,9 +17,9 @@ from kvpass.errors import KVPassError
 from kvpass.policies.calibration import pair_norms
 from kvpass.policies.head_gates import HeadGates
 
-MOST_TOKENS = 32_768
+MAX_TOKENS = 32_768
 """The number of tokens that TriAttention's own calibration reads."""
-MOST_FOR_GATES = 8_192
+MAX_GATE_TOKENS = 8_192
 
 
 def write_calibration(parsed: argparse.Namespace) -> None:
@@ -29,7 +29,7 @@ def write_calibration(parsed: argparse.Namespace) -> None:
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.calibrate`.
     """
     tensor_files.check_writable(parsed.out, KVPassError)
-    model, tokens = _model_and_tokens(parsed, MOST_TOKENS)
+    model, tokens = _model_and_tokens(parsed, MAX_TOKENS)
     calibration = calibrate(model, tokens, window=parsed.window)
     calibration.save(parsed.out)
     share = pair_norms(calibration.tensors["mean"]) / calibration.tensors["size"].clamp(min=1e-12)
@@ -50,7 +50,7 @@ def write_gates(parsed: argparse.Namespace) -> None:
     if parsed.table is not None:
         head_gates = HeadGates.of_table(parsed.table, _architecture(parsed.model))
     else:
-        head_gates = measure_gates(*_model_and_tokens(parsed, MOST_FOR_GATES), window=parsed.window)
+        head_gates = measure_gates(*_model_and_tokens(parsed, MAX_GATE_TOKENS), window=parsed.window)
     head_gates.save(parsed.out)
     layers, heads = head_gates.gates.shape
     print(

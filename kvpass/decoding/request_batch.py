@@ -25,7 +25,7 @@ from kvpass.cache.handle import Handle
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.model_cache import caches_in, other_integers, refresh_handles
 from kvpass.cache.slots import AnySlots, empty_slots
-from kvpass.decoding.requests import MOST_STOPS, Request
+from kvpass.decoding.requests import MAX_STOPS, Request
 from kvpass.decoding.sampling import RowSampling
 from kvpass.decoding.stepping import DecodeState, LoopContext
 from kvpass.errors import BudgetError, CacheHandleError
@@ -38,7 +38,7 @@ class RequestBatch(DecodeState):
     Attributes:
         generated: int64 [R], the number of tokens that each row has generated.
         max_new_tokens: int64 [R], the largest number of tokens for each row.
-        stops: int64 [R, MOST_STOPS], the stop tokens of each row, -1 after the last.
+        stops: int64 [R, MAX_STOPS], the stop tokens of each row, -1 after the last.
         sampling: the settings of sampling of each row.
     """
 
@@ -46,7 +46,7 @@ class RequestBatch(DecodeState):
         super().__init__(loop, cache, torch.zeros(rows, 1, dtype=torch.int64, device=loop.device))
         self.stopped.fill_(True)
         self.generated, self.max_new_tokens = self.position.new_zeros(rows), self.position.new_ones(rows)
-        self.stops = self.position.new_full((rows, MOST_STOPS), -1)
+        self.stops = self.position.new_full((rows, MAX_STOPS), -1)
         self.sampling = RowSampling.of(rows, loop.device)
 
     @staticmethod
@@ -89,7 +89,7 @@ class RequestBatch(DecodeState):
         ended = first in request.stop or request.max_new_tokens == 1
         self.ids[row], self.position[row] = first, length - ended
         self.generated[row], self.max_new_tokens[row] = 1, request.max_new_tokens
-        self.stops[row] = torch.tensor([*request.stop, *[-1] * (MOST_STOPS - len(request.stop))])
+        self.stops[row] = torch.tensor([*request.stop, *[-1] * (MAX_STOPS - len(request.stop))])
         self.stopped[row] = ended
         return first
 

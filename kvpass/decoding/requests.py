@@ -15,7 +15,7 @@ from kvpass.decoding.sampling import Sampling
 from kvpass.errors import RequestError
 
 Reason = Literal["stop", "length", "cancelled", "error"]
-MOST_STOPS = 8  # stop tokens of a request
+MAX_STOPS = 8  # stop tokens of a request
 RAISES_REQUEST_ERROR = Condition(error=RequestError)
 
 

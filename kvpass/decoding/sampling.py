@@ -65,7 +65,7 @@ def _keep_top_p(ordered: Tensor, order: Tensor, share: Tensor | float) -> Tensor
     return torch.empty_like(ordered).scatter(-1, order, ordered.masked_fill(out, -torch.inf))
 
 
-LARGEST_NOISE = 32.0
+MAX_NOISE = 32.0
 GREEDY = Sampling()
 
 
@@ -141,7 +141,7 @@ class RowSampling:
         # From 1 on, as the hash of zero is zero: the first token of seed 0 would always be the token 0.
         token = mix(row + 48271 * torch.arange(1, vocabulary + 1, device=made.device))
         # log1p is precise near zero, where tokens win; the largest hashes round to one, whose logarithm is infinite.
-        return (-torch.log1p(-(token.float() + 0.5) / (PRIME + 1))).clamp(max=LARGEST_NOISE)
+        return (-torch.log1p(-(token.float() + 0.5) / (PRIME + 1))).clamp(max=MAX_NOISE)
 
 
 def _sharpen(logits: Tensor, temperature: Tensor | float) -> Tensor:

@@ -22,7 +22,7 @@ from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.prefill import chunk_lengths, prefix_mask, run_chunks
 from kvpass.decoding.prompt_inputs import Pin, pin_mask
 from kvpass.decoding.request_batch import RequestBatch, check_holds_only_slots
-from kvpass.decoding.requests import MOST_STOPS, GenerationOutput, Request, RequestStatus
+from kvpass.decoding.requests import MAX_STOPS, GenerationOutput, Request, RequestStatus
 from kvpass.decoding.sampling import Sampling
 from kvpass.decoding.stepping import LoopContext, in_mode_of_weights
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
@@ -121,8 +121,8 @@ class RequestScheduler:
         name, prompt, most = f"request {request.request_id!r}", request.prompt, request.max_new_tokens
         if request.request_id in self._taken_names():
             raise RequestError(f"{name} exists already")
-        if len(request.stop) > MOST_STOPS:
-            raise RequestError(f"{name}: {len(request.stop)} tokens to stop at; at most {MOST_STOPS} are possible")
+        if len(request.stop) > MAX_STOPS:
+            raise RequestError(f"{name}: {len(request.stop)} tokens to stop at; at most {MAX_STOPS} are possible")
         unknown = self.loop.model_call.unknown_token(torch.tensor(prompt))
         if unknown is not None:
             known = self.loop.model_call.vocabulary

@@ -85,7 +85,7 @@ def _autocast() -> list[tuple[bool, torch.dtype]]:
     return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 
 
-MOST_CONTAINERS = 10_000
+MAX_CONTAINERS = 10_000
 """The most dictionaries, lists and objects among a model's attributes that are compared."""
 
 
@@ -93,7 +93,7 @@ def _containers(tables: Sequence[dict[str, Any]]) -> list[Any]:
     """Return the dictionaries, lists, sets and plain objects that attributes of modules hold, at any depth."""
     own, found = vars(torch.nn.Module()).keys(), dict[int, Any]()
     todo = [value for table in tables for name, value in table.items() if name not in own]
-    while todo and len(found) < MOST_CONTAINERS:
+    while todo and len(found) < MAX_CONTAINERS:
         value = todo.pop()
         if id(value) in found or not _is_container(value):
             continue

@@ -104,7 +104,7 @@ It returns sections [B, Hkv, N, d] of D.
 
 LOWEST = torch.finfo(torch.float32).min
 WIDEST_ROTATED = 512  # bytes of a key that the kernels can rotate; wider keys would spill registers
-MOST_ROWS = 64  # query heads of a KV head times queries in one program; more accumulators would spill
+MAX_ROWS = 64  # query heads of a KV head times queries in one program; more accumulators would spill
 
 
 def attend(
@@ -168,7 +168,7 @@ def by_kernel(query: Tensor) -> bool:
 
     The query must have few rows and be on a GPU.  The kernels sum in float32, so float64 is excluded.
     """
-    return query.device.type == "cuda" and query.dtype != torch.float64 and query.shape[2] * query.shape[3] <= MOST_ROWS
+    return query.device.type == "cuda" and query.dtype != torch.float64 and query.shape[2] * query.shape[3] <= MAX_ROWS
 
 
 def broadcast_strides(x: Tensor) -> list[int]:
@@ -233,7 +233,7 @@ def query_key_logits(query: Tensor, key: EncodedVectors, *, scale: float, rotate
     sections = rotate(key.in_sections(query.dtype))
     query = materialize(upcast(query.flatten(2, 3)))  # otherwise the queries would be converted again for each key
     rows = query.shape[2]
-    if isinstance(rows, int) and rows <= code_products.MOST_ROWS_IN_LOOP:  # a key is rotated once for all rows
+    if isinstance(rows, int) and rows <= code_products.MAX_ROWS_IN_LOOP:  # a key is rotated once for all rows
         products = code_products.row_by_row(query, sections)
     else:
         products = code_products.multiply_sections(query[:, :, :, None], [section[:, :, None] for section in sections])

@@ -24,11 +24,11 @@ from kvpass.lowering.attend import Rope, UnknownQueries, broadcast_strides
 from kvpass.lowering.formats import EncodedVectors
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-TWOS = tl.constexpr(1.4426950408889634)  # log2(e): a GPU has an instruction for powers of two
+LOG2_E = tl.constexpr(1.4426950408889634)  # log2(e): a GPU has an instruction for powers of two
 TILE = 16 << 10  # bytes of K, and of V, that a program holds at a time
 PROGRAMS = 1024  # enough for several waves on current GPUs
-ENOUGH = 512  # about one wave, for which slots are cut into many parts
-FEW_PARTS, MOST_PARTS = 64, 256  # with enough programs, and with a single head
+ONE_WAVE = 512  # programs, for which slots are cut into many parts
+MIN_SPLITS, MAX_SPLITS = 64, 256  # with enough programs, and with a single head
 JOINED = 4096  # numbers of all parts that a program of `join` holds at a time
 
 
@@ -322,8 +322,8 @@ def split(
             tl.store(logits + first[:, None] * C + c[None, :], qk, mask=here[:, None] & there[None, :])
         qk = tl.where(there[None, :], qk, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(qk, 1))
-        alpha = tl.exp2((m_i - m_new) * TWOS)
-        p = tl.exp2((qk - m_new[:, None]) * TWOS)
+        alpha = tl.exp2((m_i - m_new) * LOG2_E)
+        p = tl.exp2((qk - m_new[:, None]) * LOG2_E)
         l_i = l_i * alpha + tl.sum(p, 1)
         if BITS == 8:
             p *= value_step.to(tl.float32)[None, :]
@@ -447,7 +447,7 @@ def _launch_options(rows: int, bits: int, rotary: int, halved: bool) -> dict[str
 def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
     """Return the number of parts that the slots are cut into, and the slots of each part."""
     blocks = -(-capacity // block)
-    most = min(MOST_PARTS, max(FEW_PARTS, ENOUGH // programs))
+    most = min(MAX_SPLITS, max(MIN_SPLITS, ONE_WAVE // programs))
     wanted = max(1, min(blocks, most, -(-PROGRAMS // programs)))
     each = -(-blocks // wanted)
     return -(-blocks // each), each * block
@@ -483,7 +483,7 @@ def attend_slots(
     """Attend to slots in two launches; see `kvpass.lowering.attend.attend` for the other arguments.
 
     Args:
-        query: [B, Hkv, G, q, D] with G * q up to `attend.MOST_ROWS`; key, value: numbers, or codes of `bits` bits.
+        query: [B, Hkv, G, q, D] with G * q up to `attend.MAX_ROWS`; key, value: numbers, or codes of `bits` bits.
         key_scale, value_scale, key_zero, value_zero: [B, Hkv, C, groups], the format's scales and zero points.
         mask, bias: [B or 1, Hkv or 1, G or 1, q or 1, C].
         rank, cos, sin, rotary, interleaved: the fields of a `Rope`, which is applied to the keys at read, or None.

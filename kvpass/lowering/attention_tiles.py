@@ -25,9 +25,9 @@ from kvpass.lowering.attention_blocks import AttentionInputs, by_group
 from kvpass.torch_private import generated_code, inductor, tensors
 
 QUERIES, KEYS = 64, 128  # of a tile, whose logits take 32 KB
-FEWEST_QUERIES = QUERIES // 2
+MIN_QUERIES = QUERIES // 2
 """The fewest queries whose attention is computed here: a tile of fewer queries is mostly padding."""
-FEWEST_MASKED = 1024
+MIN_MASKED = 1024
 """The fewest queries for which skipping the keys that a shared mask hides makes tiles faster than the library with
 AMX."""
 TASKS_WITH_SUMS = 128
@@ -306,7 +306,7 @@ def is_faster(query: Tensor, mask: Tensor | None, summed: bool) -> bool:
     library_is_fast = query.dtype == torch.bfloat16 and inductor.has_matrix_tiles() and shared and not summed
     if library_is_fast and mask is None:
         return False
-    if count < (FEWEST_MASKED if library_is_fast else FEWEST_QUERIES):
+    if count < (MIN_MASKED if library_is_fast else MIN_QUERIES):
         return False
     products = dtype_of_products(query.dtype, query.shape[3])  # which may compile, so it comes last
     return products == torch.float32 or products in inductor.dot_products()

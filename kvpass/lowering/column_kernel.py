@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.lowering.attend import broadcast_strides
-from kvpass.lowering.attend_kernel import LOWEST, TWOS
+from kvpass.lowering.attend_kernel import LOG2_E, LOWEST
 from kvpass.lowering.attention_blocks import AttentionInputs
 
 TILE = 8 << 10  # numbers of queries, and of keys, that a program holds at a time
@@ -48,13 +48,13 @@ def block_of_logits(
     """
     x = tl.dot(q, k, input_precision="ieee")
     if CAP > 0:
-        x = (2.0 / (1.0 + tl.exp(-2.0 * SCALE / CAP * x)) - 1.0) * (CAP * TWOS)  # tanh
+        x = (2.0 / (1.0 + tl.exp(-2.0 * SCALE / CAP * x)) - 1.0) * (CAP * LOG2_E)  # tanh
     else:
-        x *= SCALE * TWOS
+        x *= SCALE * LOG2_E
     if KIND > 0:
         inside = (rows < COUNT)[:, None] & (columns < KEYS)[None, :]
         given = tl.load(masks + rows.to(tl.int64)[:, None] * mask_query + columns[None, :], mask=inside, other=0)
-        added = tl.maximum(x + given.to(tl.float32) * TWOS, LOWEST)
+        added = tl.maximum(x + given.to(tl.float32) * LOG2_E, LOWEST)
         x = tl.where(given != 0, x, LOWEST) if KIND == 1 else added
     if CAUSAL:
         x = tl.where(columns[None, :] <= rows[:, None] + (KEYS - COUNT), x, LOWEST)
@@ -117,7 +117,7 @@ def totals(
         top = higher
     if HAS_SINK:
         index = row * sink_row + head * max(1, sink_query) + i * (sink_query > 1)
-        of_sink = tl.load(sink_logit + index, mask=i < COUNT, other=0) * TWOS
+        of_sink = tl.load(sink_logit + index, mask=i < COUNT, other=0) * LOG2_E
         higher = tl.maximum(top, of_sink)
         probs = probs * tl.exp2(top - higher) + tl.exp2(of_sink - higher)
         top = higher

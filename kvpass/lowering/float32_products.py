@@ -20,7 +20,7 @@ from kvpass.torch_private import generated_code, inductor
 BLOCK = 1 << 22
 """The most weights that are converted at a time, which take 16 MiB."""
 
-FEWEST_ROWS = 4
+MIN_ROWS = 4
 """The least number of rows for which conversion takes less time than torch's loops, which read each weight once a row.
 
 On two cores with AVX2, in bfloat16 and with weights of SmolLM2-135M from memory, conversion takes 2.2 of the loops'
@@ -49,7 +49,7 @@ def float32_product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor
     product = rows.new_empty(count, columns)
     with generated_code.without_modes():
         added = None if bias is None else bias.float().expand(count, columns)
-        if count < FEWEST_ROWS and matrix.dtype == rows.dtype and added is None:
+        if count < MIN_ROWS and matrix.dtype == rows.dtype and added is None:
             return torch.mm(rows, matrix, out=product)
         converted, block = rows.float(), max(1, BLOCK // max(1, matrix.shape[0]))
         for start in range(0, columns, block):

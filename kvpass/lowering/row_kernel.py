@@ -1,6 +1,6 @@
 """Multiply a few rows with a matrix by a C++ kernel that reads each weight once.
 
-It serves decode steps of up to `MOST_ROWS` rows on processors with AVX2 or AVX-512.  It keeps several columns of sums
+It serves decode steps of up to `MAX_ROWS` rows on processors with AVX2 or AVX-512.  It keeps several columns of sums
 in registers, where the compiler's loops have one sum per row.  Inductor compiles it as a template, so operations on the
 product, such as a bias, an activation or a residual sum, run on each block while it is in the cache.
 """
@@ -18,7 +18,7 @@ from kvpass.errors import KVPassWarning
 from kvpass.torch_private import cpp_templates, inductor, symbolic_shapes, tensors
 from kvpass.versions import untested_version
 
-MOST_ROWS = {torch.float32: 12, torch.bfloat16: 16, torch.float16: 16, torch.int8: 16, torch.uint8: 16}
+MAX_ROWS = {torch.float32: 12, torch.bfloat16: 16, torch.float16: 16, torch.int8: 16, torch.uint8: 16}
 """The largest number of rows for which the kernel is used, by the dtype of the matrix.
 
 They come from `python -m benchmarks row_products`, like `row_products.LIMITS`; with more rows the library is faster.
@@ -61,7 +61,7 @@ def fits(rows: Tensor, matrix: Tensor) -> bool:
         return False
     is_stored_by_columns = matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0]
     is_whole = rows.shape[1] * matrix.element_size() % CACHE_LINE == 0
-    return is_stored_by_columns and is_whole and rows.shape[0] <= MOST_ROWS[matrix.dtype]
+    return is_stored_by_columns and is_whole and rows.shape[0] <= MAX_ROWS[matrix.dtype]
 
 
 def multiply(rows: Tensor, matrix: Tensor) -> Tensor:

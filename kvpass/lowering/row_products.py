@@ -27,14 +27,14 @@ import torch.fx as fx
 
 from kvpass.fx import splicing
 from kvpass.lowering import float32_products, row_kernel
-from kvpass.lowering.formats.code_products import MOST_SUMS
+from kvpass.lowering.formats.code_products import MAX_SUMS
 from kvpass.torch_private import inductor, symbolic_shapes, tensors
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Function = Callable[..., torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.uint8)  # dtypes of weights whose numbers all `DTYPES` have
-MOST_UNCUT_LAYERS = 2  # layers that may become one kernel, because they share no code
+MAX_UNCUT_LAYERS = 2  # layers that may become one kernel, because they share no code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +79,10 @@ Three rows of `scores` with AVX512-BF16 come from steps of SmolLM2-135M, which h
 A step takes 0.90 (d2o), 0.91 (h2o), 0.94 (window), 0.95 (tova) and 1.01 (streaming) of the time with the library.
 """
 
-MOST_QUARTERED_UNCACHED = 4
+MAX_QUARTERED_UNCACHED = 4
 """The largest number of `uncached` rows for which one loop takes four quarters, for every dtype."""
 
-MOST_INTEGER_ROWS = 8
+MAX_INTEGER_ROWS = 8
 """The number of rows up to which loops beat the library for integer weights, on any processor.
 
 The library multiplies with a converted copy of the weights.
@@ -163,7 +163,7 @@ def convert_operands(graph: fx.Graph) -> None:
         in_float32 = float32_products.is_faster(value.dtype) and not node.kwargs
         if node.target is aten.bmm.default:
             count = value.shape[1]  # of rows; `float32_products` leaves a small number to torch
-            if in_float32 and not (isinstance(count, int) and count < float32_products.FEWEST_ROWS):
+            if in_float32 and not (isinstance(count, int) and count < float32_products.MIN_ROWS):
                 replacement.replace(node, _float32_batch, *node.args)
             continue
         *bias, rows, matrix = node.args
@@ -238,10 +238,10 @@ def column_part_count(rows: torch.Tensor, matrix: torch.Tensor, processor: Proce
         return int(count == 1)  # columns are not contiguous, as in GPT-2
     limits = processor.limits(rows.dtype)
     cached = 4 * rows.numel() <= processor.cache // 2
-    integer_rows = MOST_INTEGER_ROWS if matrix.dtype in INTEGERS else 0
+    integer_rows = MAX_INTEGER_ROWS if matrix.dtype in INTEGERS else 0
     if count > max(limits.cached if cached else limits.uncached, integer_rows):
         return 0
-    if count <= (limits.quartered if cached else MOST_QUARTERED_UNCACHED):
+    if count <= (limits.quartered if cached else MAX_QUARTERED_UNCACHED):
         return math.gcd(columns, 4)
     return math.gcd(columns, 2) if count <= limits.paired or not cached else 1
 
@@ -256,12 +256,12 @@ def batches(graph: fx.Graph, processor: Processor) -> list[fx.Node]:
     """Return the products of attention to write as multiply and sum.
 
     A library call ends a kernel.  Without such a call the compiler would make one kernel of all layers, which could not
-    share code.  So with more than `MOST_UNCUT_LAYERS` layers, products of probabilities and values stay with the
+    share code.  So with more than `MAX_UNCUT_LAYERS` layers, products of probabilities and values stay with the
     library, unless products of queries and keys do.
     """
     found = [node for node in _all_batches(graph) if is_faster_as_sums(node, processor)]
     keys = [node for node in found if _is_of_keys(node)]
-    return keys if keys and len(found) - len(keys) > MOST_UNCUT_LAYERS else found
+    return keys if keys and len(found) - len(keys) > MAX_UNCUT_LAYERS else found
 
 
 def _all_batches(graph: fx.Graph) -> list[fx.Node]:
@@ -295,7 +295,7 @@ def column_parts(rows: torch.Tensor, matrix: torch.Tensor) -> int:
     if matrix.stride(1) == 1:
         return 1
     lines = matrix.shape[2] * matrix.element_size() // row_kernel.CACHE_LINE
-    limit = min(lines, MOST_SUMS // rows.shape[1])
+    limit = min(lines, MAX_SUMS // rows.shape[1])
     return math.gcd(matrix.shape[2], 1 << max(limit.bit_length() - 1, 0))
 
 

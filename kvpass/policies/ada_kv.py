@@ -31,8 +31,8 @@ from kvpass.policies.ranking import keep_highest
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.types import Tokens
 
-MOST_CLASSES = 4
-MOST_CHANGE = 32  # tokens more or less than its share that a class of heads gets
+MAX_CLASSES = 4
+MAX_CHANGE = 32  # tokens more or less than its share that a class of heads gets
 OF_FEW_HEADS = {2: (1.35, 0.65), 3: (1.45, 1.0, 0.55), 4: (1.55, 1.1, 0.8, 0.55)}
 """Budget shares by number of heads; for three, the means of SmolLM2-135M's counts, for the others, similar numbers."""
 LARGE, MIDDLE, SMALL = 4.0, 1.45, 0.22
@@ -61,8 +61,8 @@ class AdaKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        few = len(set(self.shares)) <= MOST_CLASSES
-        require(few, "shares", self.shares, f"must have at most {MOST_CLASSES} different numbers")
+        few = len(set(self.shares)) <= MAX_CLASSES
+        require(few, "shares", self.shares, f"must have at most {MAX_CLASSES} different numbers")
 
     def head_classes(self, heads: int, budget: int) -> tuple[HeadClass, ...]:
         if heads == 1:
@@ -107,7 +107,7 @@ def classes_of(shares: tuple[float, ...], total: int, least: int) -> tuple[HeadC
     counts = [len([*group]) for _, group in itertools.groupby(sorted(shares, reverse=True))]
     rest, whole = total - least * len(shares), math.fsum(shares)
     others = [least + math.floor(rest * share / whole) for share in sorted(set(shares), reverse=True)[1:]]
-    most = min(counts[0], MOST_CHANGE)
+    most = min(counts[0], MAX_CHANGE)
     sizes = range((most - 1) * len(others) + 1)
     for change in itertools.chain.from_iterable(_changes(len(others), most - 1, size) for size in sizes):
         budgets = [budget + more for budget, more in zip(others, change, strict=True)]

@@ -28,7 +28,7 @@ from kvpass.policies.calibration import CalibratedPolicy, multiply_pairs, pair_n
 from kvpass.policies.types import State, Tokens
 
 DISTANCES = tuple(2**n for n in range(17))
-LEAST_DEVIATION = 1e-6
+MIN_DEVIATION = 1e-6
 GRID = 2**-12
 
 
@@ -78,4 +78,4 @@ def standardise(score: Tensor, among: Tensor) -> Tensor:
     count = among.sum(-1, keepdim=True).clamp(min=1)
     apart = score - torch.where(among, score, 0.0).sum(-1, keepdim=True) / count
     variance = torch.where(among, apart.square(), 0.0).sum(-1, keepdim=True) / count
-    return (apart / variance.sqrt().clamp(min=LEAST_DEVIATION) / GRID).round() * GRID
+    return (apart / variance.sqrt().clamp(min=MIN_DEVIATION) / GRID).round() * GRID

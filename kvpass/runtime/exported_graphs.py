@@ -27,9 +27,9 @@ from kvpass.runtime.step_execution import PreparedStep, StepExecutor, StepInputs
 from kvpass.runtime.steps import StepRunner
 from kvpass.torch_private import inductor
 
-MOST_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 20
 """The largest number of tokens for which an export evaluates the guards of a graph."""
-MOST_IN_A_CHUNK = 1 << 13
+MAX_CHUNK_TOKENS = 1 << 13
 """The largest number of tokens in a chunk for which an export evaluates the guards of a graph."""
 
 
@@ -81,11 +81,11 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
 
 
 def longest_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: int) -> int:
-    """Return the largest number of tokens, up to `MOST_TOKENS`, in a prompt that a graph's guards allow."""
+    """Return the largest number of tokens, up to `MAX_TOKENS`, in a prompt that a graph's guards allow."""
     graph, length = runner.inputs, arguments[ids_index].shape[1]
     now = shapes.measure_symbols(graph, arguments)
     moving = {symbol for symbol, number in now.items() if number == length}
-    return _largest(guard_predicate(shapes.guards(graph), now | dict.fromkeys(moving, 2), moving), MOST_TOKENS - 2) + 2
+    return _largest(guard_predicate(shapes.guards(graph), now | dict.fromkeys(moving, 2), moving), MAX_TOKENS - 2) + 2
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
@@ -177,14 +177,14 @@ def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[s
         sites=[vars(site.facts) for site in runner.sites],
         padding_inputs=list(runner.padding.inputs),
         counters=list(runner.counters),
-        max_length=result.length_before + _largest(runner.holds_after(result), MOST_TOKENS - result.length_before),
+        max_length=result.length_before + _largest(runner.holds_after(result), MAX_TOKENS - result.length_before),
         ids=ids_index,
         layouts=layout_entries(result.caches),
     )
 
 
 def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -> tuple[int, int]:
-    """Return the smallest and the largest number of tokens that a chunk's code serves, up to `MOST_IN_A_CHUNK`."""
+    """Return the smallest and the largest number of tokens that a chunk's code serves, up to `MAX_CHUNK_TOKENS`."""
     graph, variant, query_len = runner.canonical_gm.graph, result.variant, int(result.signature.query_len)
     assert variant is not None
     counts_new = {symbol: source == (ids_index, 1) for symbol, source in runner.sizes.sources.items()}
@@ -201,7 +201,7 @@ def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -
         return holds(length - 2) and variant.serves(dataclasses.replace(variant.key, numbers=numbers))
 
     least = query_len - _largest(lambda fewer: serves(query_len - fewer), query_len - 2)
-    return least, query_len + _largest(lambda more: serves(query_len + more), MOST_IN_A_CHUNK - query_len)
+    return least, query_len + _largest(lambda more: serves(query_len + more), MAX_CHUNK_TOKENS - query_len)
 
 
 def layout_entries(caches: list[LayerCache]) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from kvpass.torch_private import region_guards, regions
 
 log = logging.getLogger("kvpass.regions")
 
-LEAST_LAYERS = 2
+MIN_LAYERS = 2
 """The fewest equal layers that are worth a region."""
 
 
@@ -296,12 +296,12 @@ def _are_as_known(kinds: tuple[Any, Any]) -> bool:
 
 
 def _equal_layers(layers: torch.nn.ModuleList) -> list[list[int]]:
-    """Group the layers that take a cache by class; return the indices of each group of at least `LEAST_LAYERS`."""
+    """Group the layers that take a cache by class; return the indices of each group of at least `MIN_LAYERS`."""
     found: dict[type, list[int]] = {}
     for index, layer in enumerate(layers):
         if "forward" not in layer.__dict__ and model_access.cache_parameter(layer):
             found.setdefault(type(layer), []).append(index)
-    return [group for group in found.values() if len(group) >= LEAST_LAYERS]
+    return [group for group in found.values() if len(group) >= MIN_LAYERS]
 
 
 def _index_attributes(layers: torch.nn.ModuleList, group: list[int]) -> frozenset[str]:

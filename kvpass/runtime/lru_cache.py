@@ -6,7 +6,7 @@ import collections
 import contextlib
 from typing import TypeVar
 
-MOST_ENTRIES = 512
+MAX_ENTRIES = 512
 """The most kinds of calls, such as lengths of chunks, whose rewrites and sizes are kept for later calls."""
 
 Key = TypeVar("Key")
@@ -18,7 +18,7 @@ class LruCache(collections.OrderedDict[Key, Value]):
 
     def __init__(self, most: int | None = None) -> None:
         super().__init__()
-        self.most = MOST_ENTRIES if most is None else most
+        self.most = MAX_ENTRIES if most is None else most
 
     def find(self, key: Key) -> Value | None:
         """Return the value of a key, which counts as used; None for an unknown key."""

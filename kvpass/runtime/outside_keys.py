@@ -21,7 +21,7 @@ from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import expr
 from kvpass.runtime.lru_cache import LruCache
 
-MOST_CALLS = 16
+MAX_CALLS = 16
 """The number of earlier calls, such as calls of other conversations, that a call is compared with."""
 
 
@@ -42,7 +42,7 @@ class GrowthCheck:
             for dim, size in enumerate(walk.example_value(node).shape if walk.is_tensor(node) else ())
             if expr(size) in symbols
         }
-        self._seen = {each.index: LruCache[int, Tensor](MOST_CALLS) for each in self.outside}
+        self._seen = {each.index: LruCache[int, Tensor](MAX_CALLS) for each in self.outside}
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that checks the arguments of a call and then runs the graph on them."""

@@ -18,7 +18,7 @@ from kvpass.fx.shapes import SizeResolver
 from kvpass.runtime.lru_cache import LruCache
 from kvpass.runtime.variants import DynamicDims
 
-MOST_UNCLEAR = 4  # sizes that may or may not follow the cache; all combinations are tried
+MAX_UNCLEAR = 4  # sizes that may or may not follow the cache; all combinations are tried
 
 SizeSources = dict[Any, tuple[int, int]]
 """For each symbol, the index of an argument and its dimension of this size."""
@@ -92,7 +92,7 @@ class StepSizeReader:
         lengths = {cache.length for cache in caches} | {cache.stored_tokens for cache in caches}
         lengths |= {length + self.query_len(arguments) for length in lengths}
         unclear = [index for index, size in enumerate(sizes) if size in lengths]
-        counts = range(len(unclear) + 1) if len(unclear) <= MOST_UNCLEAR else (0, len(unclear))
+        counts = range(len(unclear) + 1) if len(unclear) <= MAX_UNCLEAR else (0, len(unclear))
         fixed = [set(indices) for count in counts for indices in itertools.combinations(unclear, count)]
         interpretations = [
             tuple(None if index in unclear and index not in kept else size for index, size in enumerate(sizes))

@@ -18,9 +18,9 @@ from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.lru_cache import LruCache
 from kvpass.torch_private import dynamo, inductor, symbolic_shapes
 
-MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ only in sizes
+MAX_DYNAMIC_VARIANTS = 4  # variants with dynamic sizes for calls that differ only in sizes
 SIZE_BY_SIZE = (
-    f"code for a step depends on its sizes in more than {MOST_DYNAMIC} ways, so each further size is compiled "
+    f"code for a step depends on its sizes in more than {MAX_DYNAMIC_VARIANTS} ways, so each further size is compiled "
     "separately: a hook of the policy, or the model, compares sizes such as the budget with constants"
 )
 
@@ -201,7 +201,7 @@ class VariantCache:
         has_first_sizes = only_slots and (self._first_keys.find(kind) or self._first_keys.put(kind, key)) == key
         if dynamic_variant or (has_first_sizes and not key.exact_layers):
             return dynamic_variant
-        if len(variants) == MOST_DYNAMIC:
+        if len(variants) == MAX_DYNAMIC_VARIANTS:
             warnings.warn(SIZE_BY_SIZE, KVPassWarning, stacklevel=2)
             return None
         exact = range(len(key.numbers), len(key.numbers) + len(key.exact_layers))

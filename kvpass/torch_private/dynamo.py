@@ -187,7 +187,7 @@ def compile_lock() -> contextlib.AbstractContextManager[Any]:
     return compile_lock
 
 
-MOST_TRIES = 100
+MAX_TRIES = 100
 """The number of times that a call is tried while other threads compile."""
 
 
@@ -199,7 +199,7 @@ def between_compilations(call: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*arguments: Any, **named: Any) -> Any:
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             with compile_lock():
                 pass
             try:
@@ -219,7 +219,7 @@ def _is_refused_as_traced(error: RuntimeError) -> bool:
     return "using FX to symbolically trace" in str(error) and wrappers == frames[-1:]
 
 
-MOST_GRAPHS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
+MAX_GRAPHS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
 """The numbers of graphs that torch may compile of a function for a kvpass backend; torch's default is 8."""
 
 
@@ -261,7 +261,7 @@ def _apply_settings() -> str:
         return ""
     if restore_settings not in callback_handler.end_callbacks:  # torch._dynamo.reset() removes it
         callback_handler.register_end_callback(restore_settings)
-    limits = {name: max(getattr(config, name), most) for name, most in MOST_GRAPHS.items()}
+    limits = {name: max(getattr(config, name), most) for name, most in MAX_GRAPHS.items()}
     fails = strict and not config.suppress_errors  # torch does not allow both
     for name, value in (limits | {"skip_nnmodule_hook_guards": False, "fail_on_recompile_limit_hit": fails}).items():
         setattr(config, name, _SetByKvpass.instead_of(getattr(config, name), value))
@@ -271,7 +271,7 @@ def _apply_settings() -> str:
 def restore_settings(_: object = None) -> None:
     """Restore the settings of Dynamo that `_apply_settings` has changed in this thread."""
     config: Any = torch._dynamo.config
-    for name in (*MOST_GRAPHS, *_OTHER_SETTINGS):
+    for name in (*MAX_GRAPHS, *_OTHER_SETTINGS):
         if isinstance(set_to := getattr(config, name), _SetByKvpass):
             setattr(config, name, set_to.before)
 

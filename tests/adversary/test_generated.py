@@ -13,7 +13,7 @@ from tests.adversary.generator import Program, program
 from tests.adversary.oracle import Invalid, Verdict, judge
 from tests.quick import trace_quickly
 
-LEAST_HELD = 0.3
+MIN_HELD = 0.3
 """The minimum share of examples that are held; a judge that refuses all of them would test nothing."""
 
 
@@ -48,7 +48,7 @@ class Tally:
         shortest = sorted(self.failures, key=lambda failure: len(failure[0].source))[:5]
         shown = "\n\n".join(f"{verdict}\n{made}" for made, verdict in shortest)
         assert not self.failures, f"{len(self.failures)} of {self.judged} {dict(self.counts)}, the shortest:\n\n{shown}"
-        assert self.counts["held"] >= LEAST_HELD * self.judged, f"too little was held: {dict(self.counts)}"
+        assert self.counts["held"] >= MIN_HELD * self.judged, f"too little was held: {dict(self.counts)}"
 
 
 def run(examples: int, start: int = 0) -> Tally:

@@ -14,7 +14,7 @@ BY_DEFAULT = {("h2o", torch.float16)}
 EXACT = {torch.float32: dict(atol=1e-5, rtol=1e-5), torch.float16: dict(atol=4e-3, rtol=1e-2)}
 EXACT[torch.bfloat16] = dict(atol=3e-2, rtol=3e-2)
 
-MOST_LAUNCHES = 16  # for each layer
+MAX_LAUNCHES = 16  # for each layer
 OF_NETWORK = {"launches": 6, "products": 4}  # more for each layer whose rows a network repairs
 # Other readers of stored keys or values than attention, with the reason; docs/gpu.md.
 MORE_READERS = {"d2o": "compares the token that goes with every key"}
@@ -61,7 +61,7 @@ def test_launches_of_a_layer(name: str, dtype: torch.dtype) -> None:
     products = [launch for launch in by_library if "arg" in launch.arguments[1]]  # with weights, which are inputs
     more = OF_NETWORK if name in OWN_ROWS else {"launches": 0, "products": 0}
     assert len(products) == 2 * (7 + more["products"]) + 1  # seven weights for each layer, and the head
-    assert made.launches_per_layer <= MOST_LAUNCHES + more["launches"]
+    assert made.launches_per_layer <= MAX_LAUNCHES + more["launches"]
 
 
 @every_policy

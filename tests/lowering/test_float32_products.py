@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvpass.lowering import float32_products
-from kvpass.lowering.float32_products import FEW_ROWS, FEWEST_ROWS, InFloat32
+from kvpass.lowering.float32_products import FEW_ROWS, MIN_ROWS, InFloat32
 from kvpass.lowering.row_products import convert_operands
 from kvpass.torch_private import inductor
 
@@ -68,13 +68,13 @@ def test_products_are_rounded_once(rows, height, columns, block, dtype, has_int8
     exact = x.double() @ matrix.double() + (0 if bias is None else bias.double())
     assert made.shape == (rows, columns)
     assert made.dtype == dtype
-    if rows < FEWEST_ROWS and not has_int8_weights:  # torch's own loops, without a bias
+    if rows < MIN_ROWS and not has_int8_weights:  # torch's own loops, without a bias
         assert torch.allclose(made.double(), exact, rtol=0.02, atol=0.02 * largest(exact))
     else:
         assert is_rounded_once(made, exact)
 
 
-@pytest.mark.parametrize("rows", [FEWEST_ROWS, 40, 2 * FEW_ROWS])
+@pytest.mark.parametrize("rows", [MIN_ROWS, 40, 2 * FEW_ROWS])
 @pytest.mark.parametrize("grad", [False, True])
 def test_callers_with_autocast_or_gradients_change_nothing(rows, grad):
     x, matrix = torch.randn(rows, 32).bfloat16(), torch.randn(32, 48).bfloat16()
@@ -97,7 +97,7 @@ def test_linear_layers_of_16_bits_are_replaced(dtype, bias):
 
 
 @pytest.mark.usefixtures("without_library")
-@pytest.mark.parametrize(("rows", "is_replaced"), [(1, False), (FEWEST_ROWS - 1, False), (FEWEST_ROWS, True)])
+@pytest.mark.parametrize(("rows", "is_replaced"), [(1, False), (MIN_ROWS - 1, False), (MIN_ROWS, True)])
 def test_batches_of_many_rows_are_multiplied_in_float32(rows, is_replaced):
     given = torch.randn(3, rows, 16).bfloat16(), torch.randn(3, 16, 20).bfloat16()
     traced, _ = converted(torch.bmm, *given)

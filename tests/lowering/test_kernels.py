@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpass.lowering import attend_kernel, column_kernel
-from kvpass.lowering.attend import MOST_ROWS, WIDEST_ROTATED, Rope, RotaryPairs, by_kernel
+from kvpass.lowering.attend import MAX_ROWS, WIDEST_ROTATED, Rope, RotaryPairs, by_kernel
 from kvpass.lowering.attention_blocks import AttentionInputs
 from kvpass.lowering.formats import EncodedVectors, KVDtype, format_of
 from tests.gpu.cuda_emission import TARGETS, Binary, compiled
@@ -103,11 +103,11 @@ shapes = pytest.mark.parametrize(
     ("dim", "rows", "full"),
     [
         pytest.param(128, 4, False, id="decode"),
-        pytest.param(128, MOST_ROWS, True, id="chunk"),
+        pytest.param(128, MAX_ROWS, True, id="chunk"),
         pytest.param(64, 1, False, id="narrow", marks=pytest.mark.slow),
-        pytest.param(64, MOST_ROWS, True, id="narrow-chunk", marks=pytest.mark.slow),
+        pytest.param(64, MAX_ROWS, True, id="narrow-chunk", marks=pytest.mark.slow),
         pytest.param(256, 8, False, id="wide", marks=pytest.mark.slow),
-        pytest.param(256, MOST_ROWS, True, id="wide-chunk", marks=pytest.mark.slow),
+        pytest.param(256, MAX_ROWS, True, id="wide-chunk", marks=pytest.mark.slow),
         pytest.param(128, 32, True, id="half-a-chunk", marks=pytest.mark.slow),
     ],
 )
@@ -140,7 +140,7 @@ def test_attention_to_rotated_keys_spills_nothing(target: str, dtype: torch.dtyp
     [
         (128, 4, torch.bfloat16),
         pytest.param(64, 4, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(128, MOST_ROWS, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(128, MAX_ROWS, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(128, 4, torch.float32, marks=pytest.mark.slow),
     ],
 )
@@ -221,7 +221,7 @@ def test_kernels_run_on_gpus_alone() -> None:
     there = torch.empty(1, 2, 4, 1, 8, device="meta")
     assert not by_kernel(torch.empty(1, 2, 4, 1, 8))
     assert not by_kernel(there)
-    assert MOST_ROWS == 64
+    assert MAX_ROWS == 64
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_kernels_run_on_gpus_alone() -> None:
 )
 def test_parts_cover_all_slots_and_no_part_is_empty(programs: int, slots: int) -> None:
     parts, each = attend_kernel._parts(programs, slots, 64)
-    assert parts <= attend_kernel.FEW_PARTS or programs < 8
+    assert parts <= attend_kernel.MIN_SPLITS or programs < 8
     assert parts * each >= slots
     assert (parts - 1) * each < slots
-    assert parts <= attend_kernel.MOST_PARTS
+    assert parts <= attend_kernel.MAX_SPLITS

@@ -389,7 +389,7 @@ def test_a_trace_whose_backend_torch_does_not_show(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("way", ["in index", "torch.compile"])
 def test_beyond_the_limit_there_is_an_error(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamo, "MOST_GRAPHS", {"recompile_limit": 1})
+    monkeypatch.setattr(dynamo, "MAX_GRAPHS", {"recompile_limit": 1})
     model, (ids, _) = tiny(), prompt(2, 12, ())
     chosen = kvpass.backend(**POLICY)
     call = kvpass.compile(model, **POLICY) if way == "in index" else torch.compile(model, backend=chosen)
@@ -407,7 +407,7 @@ def test_beyond_the_limit_there_is_an_error(way: str, monkeypatch: pytest.Monkey
 
 def test_settings_after_a_limit_that_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check settings if torch reaches the limit without `strict`, and so runs code uncompiled."""
-    monkeypatch.setattr(dynamo, "MOST_GRAPHS", {"recompile_limit": 1})
+    monkeypatch.setattr(dynamo, "MAX_GRAPHS", {"recompile_limit": 1})
     call, (ids, _) = kvpass.compile(tiny(), **POLICY, strict=False), prompt(2, 12, ())
     with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
         before = dynamo_settings()
@@ -418,7 +418,7 @@ def test_settings_after_a_limit_that_is_no_error(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_strict_counts_among_the_options_of_a_backend_by_name(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamo, "MOST_GRAPHS", {"recompile_limit": 1})
+    monkeypatch.setattr(dynamo, "MAX_GRAPHS", {"recompile_limit": 1})
     model, (ids, _) = tiny(), prompt(2, 12, ())
     call = torch.compile(model, backend="kvpass", options={**POLICY, "strict": strict})
     with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():

@@ -9,7 +9,7 @@ from kvpass.runtime.lru_cache import LruCache
 
 
 def test_the_least_recently_used_entry_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lru_cache, "MOST_ENTRIES", 2)
+    monkeypatch.setattr(lru_cache, "MAX_ENTRIES", 2)
     cache = LruCache[str, int]()
     cache.put("a", 1)
     cache.put("b", 2)

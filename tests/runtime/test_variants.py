@@ -143,14 +143,14 @@ def test_an_error_of_another_kind_is_raised() -> None:
 def test_a_guard_that_a_call_fails_makes_another_variant_up_to_a_number() -> None:
     calls = Calls()
     used = []
-    for length in range(2, 2 + variants.MOST_DYNAMIC):
+    for length in range(2, 2 + variants.MAX_DYNAMIC_VARIANTS):
         variant = calls.run(ShapeKey((1, length), (33,), 1), decodes=False)
         sizes = variant._rewrite.dynamic
         if sizes is not None:
             assert sizes.size(sizes.symbols[0]) == length  # a comparison, by which the code is for this length alone
         used.append(variant)
     with pytest.warns(KVPassWarning, match="sizes in more than 4 ways, so each further size is compiled separately"):
-        used.append(calls.run(ShapeKey((1, 2 + variants.MOST_DYNAMIC), (33,), 1), decodes=False))
+        used.append(calls.run(ShapeKey((1, 2 + variants.MAX_DYNAMIC_VARIANTS), (33,), 1), decodes=False))
     assert len(set(map(id, used))) == len(used)
     assert calls.rewriter.made.count(None) == 1
     assert used[-1]._rewrite.dynamic is None
@@ -293,7 +293,7 @@ def test_a_repeated_step_counts_its_token_unless_it_fails() -> None:
 
 def test_variants_of_the_kinds_of_calls_that_came_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Expect the same number of variants however many kinds come, such as lengths of an encoder's input."""
-    monkeypatch.setattr(lru_cache, "MOST_ENTRIES", 4)
+    monkeypatch.setattr(lru_cache, "MAX_ENTRIES", 4)
     calls, key = Calls(), ShapeKey((2, 1), (9,), 1)
     made = [weakref.ref(calls.run(key, shared=("h2o", length))) for length in range(20)]
     gc.collect()

@@ -29,7 +29,7 @@ COMMON, FREQUENT, CODED = 5, 3, 24
 """Words that a question asks for: common words, and frequent words among a number of made-up words."""
 CHAIN = 3
 """Variables that have the value asked for, one directly."""
-LEAST_WORDS = 4 * CODED
+MIN_WORDS = 4 * CODED
 POOL = 20_000
 """Tokens of the texts from which words are drawn."""
 WORD = re.compile(r"\b[a-z]{4,7}\b")
@@ -133,7 +133,7 @@ def _numbered_list(
 
     def context(max_tokens: int) -> list[int]:
         fitting = bisect.bisect_right(range(max_tokens), max_tokens, key=lambda count: len(encoded_list(count))) - 1
-        require(fitting >= LEAST_WORDS, "length", max_tokens, f"must have room for a list of {LEAST_WORDS} words")
+        require(fitting >= MIN_WORDS, "length", max_tokens, f"must have room for a list of {MIN_WORDS} words")
         return encoded_list(fitting)
 
     return context

@@ -18,7 +18,9 @@ from kvpass.policies import Policy
 from kvpass.user_budget import Budget
 
 FILE = "results.json"
-MOST_ROOM = 16_384  # slots that are made before they are needed, which saves compiling each time they double
+MAX_PREALLOCATED_SLOTS = (
+    16_384  # slots that are made before they are needed, which saves compiling each time they double
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Case:
     def slots(self, policy: Policy, full: FullCache | None) -> Budget:
         """Return the nearest budget that the policy can have; for one that evicts nothing, free slots or None."""
         if self.budget is None:
-            return self.measure.needed_slots if self.measure.needed_slots <= MOST_ROOM else None
+            return self.measure.needed_slots if self.measure.needed_slots <= MAX_PREALLOCATED_SLOTS else None
         if self.of_bytes:
             assert full is not None
             return full.budget(self.budget, self.measure.needed_slots, policy, self.kv_dtype)

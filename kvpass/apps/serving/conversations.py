@@ -35,7 +35,7 @@ log = logging.getLogger("kvpass.serve")
 
 LOCK = "server.lock"
 """The file in a folder of conversations that its server locks."""
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 """After this number of conversations that cannot be written, no other one is tried in the same turn."""
 _CACHE_FILE = re.compile(r"[0-9a-f]{64}\.(\d+\.safetensors|.*unfinished)")
 """Names of the files of caches, and of files that were never finished."""
@@ -219,12 +219,12 @@ class ConversationStore:
     async def _make_room(self) -> None:
         """Write conversations to files, the least recently used first, until memory is within the limits.
 
-        If one cannot be written it stays in memory, and so do all after `MOST_FAILURES`: the disk may be full.
+        If one cannot be written it stays in memory, and so do all after `MAX_FAILURES`: the disk may be full.
         """
         failures = 0
         for conversation in list(self._by_key.values()):
             within = self.in_memory <= self.limits.rows and self.nbytes <= self.limits.nbytes
-            if within or failures == MOST_FAILURES:
+            if within or failures == MAX_FAILURES:
                 return
             if conversation.cache is not None and not conversation.busy:
                 failures += not await self._offload(conversation)

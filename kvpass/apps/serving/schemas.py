@@ -17,9 +17,9 @@ from kvpass.errors import KVPassError, PolicyError
 
 Fields = TypeVar("Fields", bound="SamplingFields")
 
-MOST_CHOICES = 128  # as in OpenAI's API
-MOST_STOP_TEXTS = 4  # as in OpenAI's API
-LONGEST_NAME = 256  # characters of a conversation's id
+MAX_CHOICES = 128  # as in OpenAI's API
+MAX_STOP_TEXTS = 4  # as in OpenAI's API
+MAX_NAME_LENGTH = 256  # characters of a conversation's id
 ROLES = ("system", "developer", "user", "assistant")
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -79,7 +79,7 @@ class ApiError(KVPassError):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
-StopTexts = Annotated[Sequence[str], Condition(f"with up to {MOST_STOP_TEXTS}", lambda x: len(x) <= MOST_STOP_TEXTS)]
+StopTexts = Annotated[Sequence[str], Condition(f"with up to {MAX_STOP_TEXTS}", lambda x: len(x) <= MAX_STOP_TEXTS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class SamplingFields:
     top_p: TopP | None = None
     top_k: Annotated[int, at_least(-1)] | None = None
     seed: int | None = None
-    n: Annotated[int, between(1, MOST_CHOICES)] | None = None
+    n: Annotated[int, between(1, MAX_CHOICES)] | None = None
     stop: str | StopTexts | None = None
     stream: bool | None = None
     stream_options: Any = None
@@ -256,8 +256,8 @@ def _stream_options(options: Any) -> StreamOptions:
 def _conversation(value: Any) -> str | None:
     """Return the id of a conversation, which OpenAI's API also writes as an object with an id."""
     name = value.get("id") if isinstance(value, dict) else value
-    if value is not None and (not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME):
-        raise ApiError(f"conversation: must be an id of 1 to {LONGEST_NAME} characters", param="conversation")
+    if value is not None and (not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH):
+        raise ApiError(f"conversation: must be an id of 1 to {MAX_NAME_LENGTH} characters", param="conversation")
     return name
 
 

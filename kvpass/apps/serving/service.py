@@ -23,7 +23,7 @@ from kvpass.apps.serving.metrics import Metrics
 from kvpass.apps.serving.schemas import ApiError, ChatFields, CompletionFields, SamplingFields
 from kvpass.apps.serving.text import TextStream
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.requests import MOST_STOPS
+from kvpass.decoding.requests import MAX_STOPS
 from kvpass.errors import KVPassError
 
 COMPLETION_TOKENS = 16  # of a completion without `max_tokens`, as in OpenAI's API
@@ -70,9 +70,9 @@ class Service:
         """
         self.loaded, self.name, self.settings = loaded, name, settings
         self.ends = stop_tokens(loaded.model, loaded.tokenizer)
-        if len(self.ends) > MOST_STOPS:
+        if len(self.ends) > MAX_STOPS:
             raise KVPassError(
-                f"{name} has {len(self.ends)} tokens that end an answer, and requests take {MOST_STOPS} at most: leave "
+                f"{name} has {len(self.ends)} tokens that end an answer, and requests take {MAX_STOPS} at most: leave "
                 "some out of `eos_token_id` in its generation config"
             )
         self.metrics = Metrics()

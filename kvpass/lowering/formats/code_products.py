@@ -160,9 +160,9 @@ def _total(terms: Sequence[Tensor]) -> Tensor:
 
 
 SCALE = torch.bfloat16  # the range of float32; its rounding is harmless, as codes are computed for the stored scale
-MOST_SUMS = 16  # sums of one loop that fit in registers
-LONGEST_SUM = 4096  # numbers summed one after the other; Inductor's own limit
-MOST_ROWS_IN_LOOP = 16  # rows of one loop; the library multiplies more, with decoded vectors in memory
+MAX_SUMS = 16  # sums of one loop that fit in registers
+MAX_SUM_LENGTH = 4096  # numbers summed one after the other; Inductor's own limit
+MAX_ROWS_IN_LOOP = 16  # rows of one loop; the library multiplies more, with decoded vectors in memory
 
 
 def round_scale(scale: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def sum_values(probs: Sequence[Tensor], sections: Sequence[Tensor]) -> Tensor:
     No block is so long that a compiler uses a cascade sum.
     """
     probs, (count, length) = [materialize(p) for p in probs], probs[0].shape[2:]
-    blocks = max(MOST_SUMS // (count * len(sections)), -(-length // LONGEST_SUM), 1)
+    blocks = max(MAX_SUMS // (count * len(sections)), -(-length // MAX_SUM_LENGTH), 1)
     size = max(1, length // blocks)
     even = length // size * size
     slices = [slice(start, start + size) for start in range(0, even, size)]
@@ -237,9 +237,9 @@ def _sum_in_blocks(left: Tensor, right: Tensor, slices: Sequence[slice]) -> Tens
 def sum_rows(terms: Tensor) -> Tensor:
     """Return the sum over dimension 2 of [B, H, N, d], in blocks too short for a compiler's cascade sum."""
     length = terms.shape[2]
-    if length <= LONGEST_SUM:
+    if length <= MAX_SUM_LENGTH:
         return terms.sum(2)
-    blocks = -(-length // LONGEST_SUM)
+    blocks = -(-length // MAX_SUM_LENGTH)
     even = length // blocks * blocks
     total = torch.unflatten(terms[:, :, :even], 2, (blocks, -1)).sum(3).sum(2)
     return total if even == length else total + terms[:, :, even:].sum(2)

@@ -46,12 +46,12 @@ class IntegerFormat(Format):
         return to_planes(parts) if self._in_planes(parts[0]) else parts
 
     def products(self, query: Tensor, parts: StoredTensors) -> Tensor:
-        if query.shape[2] > code_products.MOST_ROWS_IN_LOOP:
+        if query.shape[2] > code_products.MAX_ROWS_IN_LOOP:
             return torch.matmul(upcast(query), self.decode(parts).transpose(-1, -2))
         return self._products(query, parts)
 
     def weighted_sum(self, probs: Tensor, parts: StoredTensors, dtype: torch.dtype) -> Tensor:
-        many = probs.shape[2] > code_products.MOST_ROWS_IN_LOOP
+        many = probs.shape[2] > code_products.MAX_ROWS_IN_LOOP
         return (torch.matmul(probs, self.decode(parts)) if many else self._weighted_sum(probs, parts)).to(dtype)
 
     @abc.abstractmethod

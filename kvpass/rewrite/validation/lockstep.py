@@ -255,7 +255,7 @@ def _in_model(node: fx.Node) -> str:
     return str(node.meta["kvpass_stands_for"])
 
 
-MOST_WEIGHTS = 1 << 28
+MAX_WEIGHTS = 1 << 28
 """The most elements of a model's weights for which a validation runs on one thread."""
 
 
@@ -270,7 +270,7 @@ def on_few_threads(graph: fx.Graph) -> Iterator[None]:
     ]
     threads = torch.get_num_threads()
     try:
-        if sum(weight.numel() for weight in weights) <= MOST_WEIGHTS:
+        if sum(weight.numel() for weight in weights) <= MAX_WEIGHTS:
             torch.set_num_threads(1)
         yield
     finally:

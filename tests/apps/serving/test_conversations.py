@@ -242,7 +242,7 @@ def test_a_full_disk_is_not_tried_for_every_conversation(tmp_path: Path, monkeyp
         raise OSError("no space left on device")
 
     monkeypatch.setattr(conversations, "_write", refuse)
-    monkeypatch.setattr(conversations, "MOST_FAILURES", 2)
+    monkeypatch.setattr(conversations, "MAX_FAILURES", 2)
     with serving(warm=False, folder=tmp_path, conversations=Limits(rows=1, nbytes=2**30, count=6)) as running:
         for name in ("a", "b", "c", "d"):
             tried.clear()

@@ -19,7 +19,7 @@ from kvpass.cache.layout import Layout
 from kvpass.cache.slots import Slots
 from kvpass.errors import PolicyError
 from kvpass.lowering.formats import KV_DTYPES, EncodedVectors, KVDtype, base_of, format_of, plain
-from kvpass.lowering.formats.code_products import LONGEST_SUM
+from kvpass.lowering.formats.code_products import MAX_SUM_LENGTH
 from kvpass.lowering.formats.integers import transform
 from kvpass.policies import resolve
 from kvpass.reference.storing import store_and_read
@@ -154,7 +154,7 @@ slow = pytest.mark.slow
 )
 def test_codes_that_fill_vectors_are_loaded_in_words(kv_dtype: KVDtype, dim: int, filling: bool) -> None:
     """Check that compiled products use no cascade sum, for each way to load codes."""
-    made, count = format_of(kv_dtype, dim, torch.bfloat16), LONGEST_SUM + 1
+    made, count = format_of(kv_dtype, dim, torch.bfloat16), MAX_SUM_LENGTH + 1
     parts = EncodedVectors.of(made, torch.randn(1, 1, count, dim).to(torch.bfloat16)).parts
     query, probs = torch.randn(1, 1, 2, dim).to(torch.bfloat16), torch.randn(1, 1, 2, count).softmax(-1)
 
