@@ -87,8 +87,7 @@ class RetrievalMeasure(abc.ABC):
                 }
 
     def _answers(self, session: Session, length: int, depth: float) -> list[tuple[bool, float]]:
-        """Return for each prompt whether its number is answered, and the share of heads that cache it before the
-        answer."""
+        """Return for each prompt whether its number is answered, and the share of heads that cache it first."""
         draws = [random.Random(f"{self.name} {self.seed} {length} {depth} {trial}") for trial in range(self.trials)]
         secrets = [str(draw.randrange(10_000, 100_000)) for draw in draws]
         prompts = [self._prompt(session, length, depth, *arguments) for arguments in zip(secrets, draws, strict=True)]
