@@ -52,8 +52,8 @@ def folder() -> Path:
     folder of that name.
 
     Raises:
-        CheckpointError: the package is missing or damaged, a package that reads it is not installed, or the cache folder
-            takes no files.
+        CheckpointError: the package is missing or damaged, a package that reads it is not installed, or no file can be
+            written to the cache folder.
     """
     saved = cache_folder() / f"{NAME}-{VERSION}-transformers-{transformers.__version__.split('.')[0]}"
     if saved.is_dir():
