@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvpass import model_access
 from kvpass.arguments import Natural, Positive, check_arguments, require
-from kvpass.backend import backend
+from kvpass.backend import Backend, backend
 from kvpass.decoding import prefill
 from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.prefill import prefix_mask, run_to_last
@@ -39,6 +39,15 @@ from kvpass.runtime.compiled_call import CompiledCall
 from kvpass.torch_private import dynamo
 
 CAPTURING = ("reduce-overhead", "max-autotune")
+
+
+def _check_settings(chosen: Backend) -> None:
+    """Raise PolicyError for settings of a backend that repeated steps cannot have."""
+    mode, options = chosen.mode, dict(chosen.options)
+    require(mode not in CAPTURING, "mode", mode, "a DecodeLoop captures its steps itself; leave the mode out")
+    require("triton.cudagraphs" not in options, "options", options, "a DecodeLoop captures its steps itself")
+    repeated = "nothing takes tokens back in a DecodeLoop, whose steps are repeated as they are"
+    require(not chosen.crop, "crop", chosen.crop, repeated)
 
 
 def _around(model: torch.nn.Module) -> Callable[..., Any]:
@@ -113,11 +122,7 @@ class DecodeLoop:
         self.model, self.read_interval, self.pad, self.prefill_chunk = model, read_interval, pad, prefill_chunk
         self.sampling = Sampling(temperature, top_k, top_p, seed)
         self.backend = backend(policy, **settings)
-        mode, options, crop = self.backend.mode, dict(self.backend.options), self.backend.crop
-        require(mode not in CAPTURING, "mode", mode, "a DecodeLoop captures its steps itself; leave the mode out")
-        require("triton.cudagraphs" not in options, "options", options, "a DecodeLoop captures its steps itself")
-        repeated = "nothing takes tokens back in a DecodeLoop, whose steps are repeated as they are"
-        require(not crop, "crop", crop, repeated)
+        _check_settings(self.backend)
         if prefill_chunk is not None:
             prefill.refuse_share(self.backend.budget)
         self.compiled = self._compile_model()

@@ -84,16 +84,21 @@ def prefill(
     pinned = pin_mask(pin, on_top, mask[:, -ids.shape[1] :])
     parts: list[Tensor] = []
     for out in run_chunks(model_call, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top):
-        if returns_growing_cache(out) and getattr(dynamo.backend_of(compiled), "strict", True):
-            raise CacheHandleError(
-                f"{model_call.name} returned an ordinary cache, which grows: pass the model after kvpass.compile, or what "
-                "torch.compile(model, backend=kvpass.backend(...)) returns"
-            )
+        _check_bounded(out, compiled, model_call.name)
         if logits == "last":
             parts = [model_call.logits(out)[:, -1:]]
         else:
             parts.append(model_call.logits(out))
     return with_logits(out, torch.cat(parts, 1))
+
+
+def _check_bounded(out: Any, compiled: Any, name: str) -> None:
+    """Raise CacheHandleError for an output with a growing cache, unless the model was compiled with strict=False."""
+    if returns_growing_cache(out) and getattr(dynamo.backend_of(compiled), "strict", True):
+        raise CacheHandleError(
+            f"{name} returned an ordinary cache, which grows: pass the model after kvpass.compile, or the result of "
+            "torch.compile(model, backend=kvpass.backend(...))"
+        )
 
 
 def run_chunks(

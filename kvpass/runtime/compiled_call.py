@@ -26,10 +26,10 @@ from kvpass.runtime.layer_regions import LayerRegions
 from kvpass.torch_private import dynamo
 
 UNCOMPILED = (
-    "the model returned an ordinary cache, which grows: torch ran the attention, or the update of the "
-    "cache, uncompiled, or the model attends without scaled_dot_product_attention and softmax. Look for what breaks the "
-    "graph with TORCH_LOGS=graph_breaks,recompiles, such as a function under torch.compiler.disable or a break within a "
-    "loop, or pass strict=False. If torch has warned that it hit config.recompile_limit, for any backend, it runs the "
+    "the model returned an ordinary cache, which grows: torch ran the attention, or the update of the cache, "
+    "uncompiled, or the model attends without scaled_dot_product_attention and softmax. Look for what breaks the graph "
+    "with TORCH_LOGS=graph_breaks,recompiles, such as a function under torch.compiler.disable or a break in a loop, or "
+    "pass strict=False. If torch has warned that it hit config.recompile_limit, for any backend, it runs the "
     "function uncompiled until torch._dynamo.reset()"
 )
 MANY_GRAPHS = (
