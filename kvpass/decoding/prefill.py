@@ -85,16 +85,21 @@ def prefill(
     pinned = pin_mask(pin, on_top, mask[:, -ids.shape[1] :])
     parts: list[Tensor] = []
     for out in run_chunks(model_call, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top):
-        if returns_growing_cache(out) and getattr(dynamo.backend_of(compiled), "strict", True):
-            raise CacheHandleError(
-                f"{model_call.name} returned an ordinary cache, which grows: pass the model after kvpass.compile, or what "
-                "torch.compile(model, backend=kvpass.backend(...)) returns"
-            )
+        _refuse_growing_cache(out, compiled, model_call.name)
         if logits == "last":
             parts = [model_call.logits(out)[:, -1:]]
         else:
             parts.append(model_call.logits(out))
     return with_logits(out, torch.cat(parts, 1))
+
+
+def _refuse_growing_cache(output: Any, compiled: Callable[..., Any], name: str) -> None:
+    """Raise CacheHandleError if a model returned an ordinary cache, unless its backend leaves graphs unchanged."""
+    if returns_growing_cache(output) and getattr(dynamo.backend_of(compiled), "strict", True):
+        raise CacheHandleError(
+            f"{name} returned an ordinary cache, which grows: pass the model after kvpass.compile, or what "
+            "torch.compile(model, backend=kvpass.backend(...)) returns"
+        )
 
 
 def run_chunks(

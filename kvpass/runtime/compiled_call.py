@@ -27,10 +27,10 @@ from kvpass.torch_private import dynamo
 
 UNCOMPILED = (
     "the model returned an ordinary cache, which grows: torch ran the attention, or the update of the "
-    "cache, uncompiled, or the model attends without scaled_dot_product_attention and softmax. Look for what breaks the "
-    "graph with TORCH_LOGS=graph_breaks,recompiles, such as a function under torch.compiler.disable or a break within a "
-    "loop, or pass strict=False. If torch has warned that it hit config.recompile_limit, for any backend, it runs the "
-    "function uncompiled until torch._dynamo.reset()"
+    "cache, uncompiled, or the model attends without scaled_dot_product_attention and softmax. Look for what breaks "
+    "the graph with TORCH_LOGS=graph_breaks,recompiles, such as a function under torch.compiler.disable or a break "
+    "within a loop, or pass strict=False. If torch has warned that it hit config.recompile_limit, for any backend, it "
+    "runs the function uncompiled until torch._dynamo.reset()"
 )
 MANY_GRAPHS = (
     "torch.compile has made its maximum of graphs of the model, and would run it uncompiled, where the cache grows: "
