@@ -363,7 +363,7 @@ def test_caches_that_hold_more_than_slots() -> None:
 
     window, count = torch.tensor(8), torch.tensor(5)
     for held in ({"states": torch.zeros(1, 2)}, {"states": {0: torch.zeros(1, 2)}}, {"count": count}, {"n": [window]}):
-        with pytest.raises(kvpass.CacheHandleError, match=f"layer 1 .* holds {next(iter(held))} beside"):
+        with pytest.raises(kvpass.CacheHandleError, match=f"layer 1 .* has {next(iter(held))} in addition to keys"):
             request_batch.check_holds_only_slots(
                 Held(Layer(), Layer(**held)), Held(Layer(), Layer(count=torch.tensor(0)))
             )

@@ -259,7 +259,9 @@ def test_a_file_with_a_wrong_order_of_heads_is_refused(tmp_path: Path) -> None:
 def test_invalid_budgets_are_refused() -> None:
     with pytest.raises(BudgetError, match=r"budget=64 .* at least 65"):
         resolve("ada_kv", {}).check_budget(64)
-    with pytest.raises(BudgetError, match=r"budget=0\.5: 'ada_kv' gives heads classes .* number of slots"):
+    with pytest.raises(
+        BudgetError, match=r"budget=0\.5: 'ada_kv' assigns fixed slots to each head, .* number of slots"
+    ):
         kvpass.backend("ada_kv", budget=0.5)
     with pytest.raises(BudgetError, match="needs a budget"):
         kvpass.backend("ada_kv")

@@ -138,7 +138,7 @@ def test_missing_and_mismatched_gates_are_refused() -> None:
         compiled(random_gates(3, 4))(ids(1, 20), use_cache=True)
     with pytest.raises(BudgetError, match=r"budget=300 .* at least 320"):
         kvpass.backend("duo_attention", gates=random_gates(), budget=300)
-    with pytest.raises(BudgetError, match=r"budget=0\.5: 'duo_attention' gives heads classes"):
+    with pytest.raises(BudgetError, match=r"budget=0\.5: 'duo_attention' assigns fixed slots to each head"):
         kvpass.backend("duo_attention", gates=random_gates(), budget=0.5)
     with pytest.raises(PolicyError, match="positions='cache': heads keep different numbers of tokens"):
         kvpass.backend("duo_attention", gates=random_gates(), budget=400, positions="cache")

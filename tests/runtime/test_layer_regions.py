@@ -422,7 +422,9 @@ def test_a_function_of_torch_with_other_parameters_is_left_alone(name: str, monk
 
     monkeypatch.setattr(f"{regions.REUSE}.{name}", changed)
     monkeypatch.setattr(versions, "untested_version", lambda package: "9.9")
-    with pytest.warns(kvpass.KVPassWarning, match="one by one, which takes longer: this torch or transformers lacks"):
+    with pytest.warns(
+        kvpass.KVPassWarning, match="traced separately, which takes longer: this torch or transformers cannot"
+    ):
         assert not install_regions(models.build("Llama", layers=4)).indices
 
 
