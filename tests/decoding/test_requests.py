@@ -368,7 +368,7 @@ def test_caches_that_hold_more_than_slots() -> None:
                 Held(Layer(), Layer(**held)), Held(Layer(), Layer(count=torch.tensor(0)))
             )
     for empty in (None, Held(), Held(Layer(window=torch.tensor(9)))):
-        with pytest.raises(kvpass.CacheHandleError, match="holds window"):
+        with pytest.raises(kvpass.CacheHandleError, match="has window in addition"):
             request_batch.check_holds_only_slots(Held(Layer(window=window)), empty)
     request_batch.check_holds_only_slots(Held(Layer(window=window, size=3)), Held(Layer(window=window.clone())))
     request_batch.check_holds_only_slots((), None)
