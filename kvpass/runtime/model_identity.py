@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import reprlib
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -119,18 +120,18 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+@reprlib.recursive_repr("")
 def _text(value: object) -> str:
     """Return a text with the content of a value or function, the same in every process.
 
-    It is empty for other objects.
+    It is empty for other objects, and for a value within itself.
     """
     match value:
         case types.CodeType():
             return f"{value.co_code.hex()} {value.co_names} {_text(value.co_consts)}"
         case types.FunctionType():
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-            closure = [getattr(each, "__code__", each) for each in cells]  # a function may be in its own closure
-            return f"{value.__qualname__} {_text([value.__code__, value.__defaults__, value.__kwdefaults__, closure])}"
+            return f"{value.__qualname__} {_text([value.__code__, value.__defaults__, value.__kwdefaults__, cells])}"
         case types.MethodType():
             return _text(value.__func__)
         case functools.partial():

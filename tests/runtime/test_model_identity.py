@@ -125,6 +125,26 @@ def test_a_function_that_is_made_anew_is_the_same_setting() -> None:
     assert not differences(*settings)
 
 
+def registering() -> Any:
+    """Return a function whose closure holds the function."""
+    functions: dict[str, Any] = {}
+
+    def mask(i: int, j: int) -> bool:
+        return functions["mask"] is mask and j <= i
+
+    functions["mask"] = mask
+    return mask
+
+
+def test_a_function_in_its_own_closure_is_a_setting() -> None:
+    settings = []
+    for _ in range(2):
+        module = torch.nn.Identity()
+        module.mask = registering()  # type: ignore[assignment]
+        settings.append(module_settings(module))
+    assert settings[0]["mask"] == settings[1]["mask"]
+
+
 def scaled(factor: float) -> type[torch.nn.Module]:
     """Return a class of modules with a factor in a method that `forward` calls."""
 
