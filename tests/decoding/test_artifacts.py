@@ -21,6 +21,7 @@ import kvpass
 from kvpass import versions
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding import artifact_folder, artifacts, recording
+from kvpass.decoding.artifact_folder import VERSION
 from kvpass.decoding.prefill import chunk_lengths
 from kvpass.decoding.synthetic_conversation import prompt_lengths, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, PolicyError, UnsupportedGraph
@@ -219,8 +220,8 @@ def test_a_loop_does_not_run_under_another_autocast(exported: tuple[Path, str]) 
 
 Change = Callable[[dict[str, Any]], object]
 CHANGES: list[tuple[Change, str]] = [
-    (lambda manifest: manifest.update(version=3), "by an older kvpass, in format 3, .* format 4: export it again"),
-    (lambda manifest: manifest.update(version=5), "by a newer kvpass, in format 5, .* reads format 4: update kvpass"),
+    (lambda manifest: manifest.update(version=VERSION - 1), f"by an older kvpass, .* format {VERSION}: export it again"),
+    (lambda manifest: manifest.update(version=VERSION + 1), f"by a newer kvpass, .* format {VERSION}: update kvpass"),
     (lambda manifest: manifest.update(version=None), "has the format version None, which no kvpass writes"),
     (lambda manifest: manifest.pop("version"), r"its manifest is damaged \(KeyError: 'version'\)"),
     (lambda manifest: manifest["made_by"].update(torch="2.9.0"), "exported with torch 2.9.0, and this process has 2"),
@@ -246,7 +247,7 @@ def test_other_versions_processors_and_settings_are_refused(
     manifest = json.loads((path / artifact_folder.MANIFEST).read_text())
     change(manifest)
     (path / artifact_folder.MANIFEST).write_text(json.dumps(manifest))
-    if manifest.get("version") == artifact_folder.VERSION:  # for other versions only this field is read
+    if manifest.get("version") == VERSION:  # for other versions only this field is read
         with pytest.raises(ArtifactError, match="its manifest was changed after it was written"):
             kvpass.load(path, model)
     manifest["digest"] = artifact_folder.manifest_digest(manifest)
