@@ -220,8 +220,8 @@ def test_a_loop_does_not_run_under_another_autocast(exported: tuple[Path, str]) 
 
 Change = Callable[[dict[str, Any]], object]
 CHANGES: list[tuple[Change, str]] = [
-    (lambda manifest: manifest.update(version=VERSION - 1), f"by an older kvpass, .* format {VERSION}: export it again"),
-    (lambda manifest: manifest.update(version=VERSION + 1), f"by a newer kvpass, .* format {VERSION}: update kvpass"),
+    (lambda manifest: manifest.update(version=VERSION - 1), f"an older kvpass, .* format {VERSION}: export it again"),
+    (lambda manifest: manifest.update(version=VERSION + 1), f"a newer kvpass, .* format {VERSION}: update kvpass"),
     (lambda manifest: manifest.update(version=None), "has the format version None, which no kvpass writes"),
     (lambda manifest: manifest.pop("version"), r"its manifest is damaged \(KeyError: 'version'\)"),
     (lambda manifest: manifest["made_by"].update(torch="2.9.0"), "exported with torch 2.9.0, and this process has 2"),
