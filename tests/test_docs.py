@@ -6,6 +6,7 @@ import ast
 import re
 import runpy
 import sys
+import textwrap
 import types
 from pathlib import Path
 
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FIGURES = re.compile(r"^\| [^|]*(?: \| *[\d.,]+)+ \|$", re.MULTILINE)
@@ -54,6 +56,17 @@ def test_relative_links_point_at_files_and_headings(page: Path):
         if not path.exists() or (anchor and anchor not in anchors(path)):
             broken.append(link)
     assert broken == []
+
+
+WITH_CODE = [page for page in PAGES if page.name != "passes.md"]  # has graphs, as a program has printed them
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_on_pages_is_python_and_names_what_kvpass_has(page: Path):
+    trees = [ast.parse(textwrap.dedent(code)) for _, code in CODE.findall(text_of(page))]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == "kvpass"}
+    assert {name for name in used if not hasattr(kvpass, name)} == set()
 
 
 def test_invariants_say_which_of_their_tests_are_slow():
