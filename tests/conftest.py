@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import lanes
+from tests import drawing, lanes
 
 if TYPE_CHECKING:
     from tests.traces import Traced
@@ -40,7 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Give processes that tests start one thread each: those of several on few cores would wait for each other."""
+    """Set what property tests draw, and give processes that tests start one thread each.
+
+    Processes of several threads on few cores would wait for each other.
+    """
+    drawing.load_profile()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,16 +15,6 @@ from kvpass.policies import Policy
 from tests.aligners import random_aligner
 from tests.calibrations import CALIBRATED, random_calibration, random_gates
 
-EXAMPLES = int(os.environ.get("KVPASS_EXAMPLES", "10"))  # `make slow` draws more cases, with other seeds
-
-settings.register_profile(
-    "kvpass",
-    deadline=None,
-    max_examples=EXAMPLES,
-    derandomize="KVPASS_EXAMPLES" not in os.environ,
-    suppress_health_check=list(HealthCheck),
-)
-settings.load_profile("kvpass")
 torch.set_num_threads(1)
 
 

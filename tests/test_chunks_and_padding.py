@@ -9,8 +9,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.drawing import EXAMPLES
 from tests.layer import CallTokens, LayerOnReference, LayerOnSlots, layout_for
-from tests.strategies import EXAMPLES, ROWS, TABLE, Case, cases, fitting_budget
+from tests.strategies import ROWS, TABLE, Case, cases, fitting_budget
 
 EVICTING = [row for row in TABLE if row.name != "full"]
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import kvpass
 from kvpass.errors import UnsupportedGraph
+from tests.drawing import EXAMPLES
 from tests.own_llama import Output, OwnLlama, Way
-from tests.strategies import EXAMPLES
 from tests.test_tokens_first import compiled, fed, tokens
 
 TABLES = {"angles": "halves", "pair": "halves", "complex": "complexes"}

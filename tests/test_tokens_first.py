@@ -17,8 +17,8 @@ from torch import Tensor
 import kvpass
 from kvpass.cache.handle import Handle
 from tests import on_reference
+from tests.drawing import EXAMPLES
 from tests.own_llama import ATTENDS, ROTATES, Output, OwnLlama, Way
-from tests.strategies import EXAMPLES
 
 HEADS_FIRST = Way(2, 2)
 
