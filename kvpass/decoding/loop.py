@@ -28,7 +28,7 @@ from kvpass.decoding.prefill import prefix_mask, run_to_last
 from kvpass.decoding.prompt_inputs import PaddingMask, Pin, TokenIds, padding_mask, pin_mask
 from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Prompt
 from kvpass.decoding.sampling import Sampling, Seed, Temperature, TopK, TopP
-from kvpass.decoding.scheduler import ONE_BY_ONE, RequestScheduler
+from kvpass.decoding.scheduler import RequestScheduler
 from kvpass.decoding.stepping import INTERRUPTED, LoopState, ModelFingerprint, in_mode_of_weights
 from kvpass.decoding.synthetic_conversation import visit_graphs
 from kvpass.errors import CacheHandleError, KVPassWarning, PolicyError
@@ -39,6 +39,10 @@ from kvpass.runtime.compiled_call import CompiledCall
 from kvpass.torch_private import dynamo
 
 CAPTURING = ("reduce-overhead", "max-autotune")
+ONE_BY_ONE = (
+    "{} takes no `position_ids`, so it computes positions from the length of its cache, which all rows share: requests "
+    "run one after the other; let its forward take `position_ids`, or pass rows=1"
+)
 
 
 def _check_settings(chosen: Backend) -> None:

@@ -28,10 +28,6 @@ from kvpass.decoding.stepping import LoopContext, in_mode_of_weights
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
 from kvpass.policies.pinned_tokens import check_pinned
 
-ONE_BY_ONE = (
-    "{} takes no `position_ids`, so it computes positions from the length of its cache, which all rows share: requests "
-    "run one after the other; let its forward take `position_ids`, or pass rows=1"
-)
 ATTEMPTS = 2  # runs of a request that fails alone before it ends with an error
 
 

@@ -440,8 +440,16 @@ class RepeatedStep:
         index = index_of_tensor(result.results, logits)
         if index is None:
             raise UnsupportedGraph(NO_LOGITS)
-        call = (result.runner, result.inputs, result.arguments, mask, index, result.length_before)
-        self.adopted = AdoptedStep(*call, result.runner.holds_after(result), is_repeatable and not changed)
+        self.adopted = AdoptedStep(
+            runner=result.runner,
+            inputs=result.inputs,
+            arguments=result.arguments,
+            mask=mask,
+            logits_index=index,
+            length_before=result.length_before,
+            holds_after=result.runner.holds_after(result),
+            is_repeatable=is_repeatable and not changed,
+        )
         if any(key.hooks != result.key.hooks for key in self.slots_by_key):  # their keys never occur again
             self._drop_steps()
         self.slots_by_key[result.key] = [cache.slots for cache in result.caches]

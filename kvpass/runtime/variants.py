@@ -119,9 +119,10 @@ class CompiledVariant:
         """Return the signature with numbers for its dynamic sizes, for a call with this shape key."""
         if self._sizes is None:
             return self._signature
+        if found := self._by_key.find(key):
+            return found
         numbers = dict(zip(self._sizes.symbols, self._dynamic_numbers(key), strict=True))
-        found = self._by_key.find(key)
-        return found or self._by_key.put(key, self._signature.with_numbers(lambda size: shapes.number(size, numbers)))
+        return self._by_key.put(key, self._signature.with_numbers(lambda size: shapes.number(size, numbers)))
 
     def _dynamic_numbers(self, key: ShapeKey) -> list[int]:
         return [key.all_numbers[index] for index in self._dynamic_indices]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,16 +116,6 @@ def test_values_and_functions_of_modules_are_settings(before: Any, after: Any) -
     assert difference.startswith(("0.mask is ", "0.mask."))
 
 
-def test_a_function_that_is_made_anew_is_the_same_setting() -> None:
-    settings = []
-    for _ in range(2):
-        module = torch.nn.Identity()
-        module.mask = causal()  # type: ignore[assignment]
-        settings.append(module_settings(module))
-    assert settings[0]["mask"] == settings[1]["mask"]
-    assert not differences(*settings)
-
-
 def registering() -> Any:
     """Return a function whose closure holds the function."""
     functions: dict[str, Any] = {}
@@ -136,13 +127,15 @@ def registering() -> Any:
     return mask
 
 
-def test_a_function_in_its_own_closure_is_a_setting() -> None:
+@pytest.mark.parametrize("make", [causal, registering])
+def test_a_function_that_is_made_anew_is_the_same_setting(make: Callable[[], Any]) -> None:
     settings = []
     for _ in range(2):
         module = torch.nn.Identity()
-        module.mask = registering()  # type: ignore[assignment]
+        module.mask = make()
         settings.append(module_settings(module))
     assert settings[0]["mask"] == settings[1]["mask"]
+    assert not differences(*settings)
 
 
 def scaled(factor: float) -> type[torch.nn.Module]:

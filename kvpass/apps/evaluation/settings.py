@@ -18,9 +18,8 @@ from kvpass.policies import Policy
 from kvpass.user_budget import Budget
 
 FILE = "results.json"
-MAX_PREALLOCATED_SLOTS = (
-    16_384  # slots that are made before they are needed, which saves compiling each time they double
-)
+MAX_PREALLOCATED_SLOTS = 16_384
+"""The most slots that are made before they are needed, which saves compiling each time they double."""
 
 
 @dataclasses.dataclass(frozen=True)
