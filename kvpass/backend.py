@@ -168,9 +168,8 @@ class Backend(BackendBase):
         if is_step or self._refuses:
             advice = "Pass strict=False to leave such graphs unchanged."
             advice = "The cache was rewritten before, so the graph cannot stay unchanged." if is_step else advice
-            refusal = UnsupportedGraph(str(refused[0].refusal), line=walk.known_line(refused[0].node))
-            refusal.args = (f"{message}\n{advice}",)
-            raise refusal
+            reason, line = str(refused[0].refusal), walk.known_line(refused[0].node)
+            raise UnsupportedGraph(reason, line=line, message=f"{message}\n{advice}")
         warnings.warn(f"kvpass leaves a graph unchanged, and its caches grow: {message}", KVPassWarning, stacklevel=2)
         return True
 

@@ -27,12 +27,15 @@ class UnsupportedGraph(KVPassError):
         reason: what cannot be rewritten, and what to do.
         line: the line of the model's source, as `file:line: code`; None if it is unknown.
 
-    The message has both, and sometimes further advice.  If it lists several operations, they are those of the first.
+    The message has both.  If it lists several operations, they are those of the first.
     """
 
-    def __init__(self, reason: str, *, line: str | None = None) -> None:
-        super().__init__(f"{line}: {reason}" if line else reason)
-        self.reason, self.line = reason, line
+    def __init__(self, reason: str, *, line: str | None = None, message: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.line, self._message = reason, line, message
+
+    def __str__(self) -> str:
+        return self._message or (f"{self.line}: {self.reason}" if self.line else self.reason)
 
 
 class ShardingError(UnsupportedGraph):

@@ -156,9 +156,7 @@ def rewrite_step(
         try:
             record = each(step)
         except UnsupportedGraph as refusal:
-            if refusal.line is None:
-                first = step.sites[0].call
-                refusal.line, refusal.args = walk.known_line(first), (f"{walk.source_line(first)}: {refusal}",)
+            refusal.line = refusal.line or walk.known_line(step.sites[0].call)
             raise
         record.name, record.milliseconds = each.__name__, 1000 * (time.perf_counter() - start)
         watch(record, step.graph)

@@ -80,9 +80,9 @@ class StepRunner(StepExecutor):
                 tokens = arguments[self.pasts[0][0]].length + self.query_len(arguments)
                 handles = [arguments[key] for key, _ in self.pasts]
                 if wrong := describe_wrong_mask(self.canonical_gm, self.sites, arguments, tokens):
-                    refusal.args = (f"{wrong}. With this mask: {refusal}",)
+                    refusal.reason = f"{wrong}. With this mask: {refusal.reason}"
                 elif not self.sizes.counters and any(x.cache.stored_tokens < x.length for x in handles):
-                    refusal.args = (f"{refusal}. {CONSTANT_COUNT}",)
+                    refusal.reason += f". {CONSTANT_COUNT}"
                 raise
 
     def _run(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
