@@ -93,10 +93,20 @@ def plain(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @torch.no_grad()
-def feed(call: Any, ids: Tensor, mask: Tensor | None = None, pieces: Sequence[int] = PIECES, cache: Any = None) -> Run:
-    """Feed `ids` to a model in pieces; the mask also covers tokens that the cache has seen before."""
+def feed(
+    call: Any,
+    ids: Tensor,
+    mask: Tensor | None = None,
+    pieces: Sequence[int] = PIECES,
+    cache: Any = None,
+    first: int | Tensor = 0,
+) -> Run:
+    """Feed `ids` to a model in pieces; the mask also covers tokens that the cache has seen before.
+
+    `first` is the position id of the first real token, of all rows or [B, 1].
+    """
     mask = torch.ones_like(ids) if mask is None else mask
-    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    position = (mask.cumsum(-1) - 1).clamp(min=0) + first
     past = mask.shape[1] - ids.shape[1]
     logits, held, done = [], [], 0
     for count in pieces:
@@ -132,6 +142,32 @@ def bounded(cache: Any, policy: str) -> bool:
     """True if the cache is on slots, within the budget."""
     layers = kvpass.inspect(cache).layers
     return len(layers) == 1 and all(policy == "full" or layer.capacity <= BUDGET + 1 for layer in layers)
+
+
+FIRST_IDS = {"one, as in PaliGemma": 1, "far": 40, "a number for each row": torch.tensor([[3], [0]])}
+
+
+@pytest.mark.few(1)
+@cases
+@pytest.mark.parametrize("begin", FIRST_IDS)
+def test_position_ids_may_begin_at_any_number(architecture: str, policy: str, begin: str) -> None:
+    """Check that rotary embeddings, which see distances, give the logits and slots of ids from 0."""
+    model, (ids, mask) = served(architecture, policy), prompt(2, sum(PIECES), (2, 0))
+    from_zero, moved = (feed(model, ids, mask, first=first) for first in (0, FIRST_IDS[begin]))
+    assert bounded(moved.cache, policy)
+    assert close(moved.logits[mask.bool()], from_zero.logits[mask.bool()])
+    assert all(torch.equal(a, b) for a, b in zip(moved.positions[-1], from_zero.positions[-1], strict=True))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("begin", FIRST_IDS)
+def test_position_ids_must_continue_from_their_first_number(architecture: str, begin: str) -> None:
+    """Check `streaming`, which numbers cached tokens by their rank."""
+    model, (ids, mask) = served(architecture, "streaming"), prompt(2, 10, (2, 0))
+    cache = feed(model, ids[:, :9], mask[:, :9], [9], first=FIRST_IDS[begin]).cache
+    with pytest.raises(kvpass.UnsupportedGraph, match="do not increase by one over the real tokens"):
+        feed(model, ids[:, 9:], mask, [1], cache)
 
 
 # -- batches -----------------------------------------------------------------------------------------------

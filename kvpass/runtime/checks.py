@@ -24,8 +24,8 @@ from kvpass.runtime.model_identity import TensorSet
 from kvpass.torch_private import dynamo
 
 OWN_POSITIONS = (
-    "the position ids are not 0, 1, 2, ... over the real tokens of a row, and cached tokens are numbered by their rank "
-    "instead: leave position_ids out, or pass positions='absolute'"
+    "the position ids do not increase by one over the real tokens of a row, from call to call, and cached tokens are "
+    "numbered by their rank instead: leave position_ids out, or pass positions='absolute'"
 )
 PADDING_BETWEEN = (
     "the model's own position ids do not increase by one over the real tokens of a row, for example because they count "
@@ -55,6 +55,8 @@ class PositionCheck:
         rotaries = [find_rotary(site) for site in sites]
         nodes = list(dict.fromkeys(strip_reshapes(rotary.position) for rotary in rotaries if rotary))
         self._are_arguments = [node.op == "placeholder" for node in nodes]
+        # One first id is recorded for each row: that of the model's own ids, if there are any.
+        self._from_zero = [each and not all(self._are_arguments) for each in self._are_arguments]
         self._module = splicing.extract(canonical_gm, nodes)
 
     def first_ids(self, arguments: tuple[Any, ...], valid: Tensor) -> Tensor | None:
@@ -64,33 +66,36 @@ class PositionCheck:
             valid: bool [B, q], False for padding.
 
         Raises:
-            UnsupportedGraph: the ids of a row do not increase by one, ids of the caller do not begin at 0, or the
-                model's own ids of one row begin at different numbers.
+            UnsupportedGraph: the ids of a row do not increase by one, or the model's own ids of one row begin at
+                different numbers.  Ids of the caller beside the model's own ones must begin at 0.
         """
-        first_ids, own = None, None
-        for ids, is_argument in zip(self._ids(arguments, valid), self._are_arguments, strict=True):
+        result = None
+        for ids, from_zero in zip(self._ids(arguments, valid), self._from_zero, strict=True):
             offsets = _offsets(ids, valid)
             first_ids = torch.where(valid.any(-1), offsets.gather(-1, valid.long().argmax(-1, keepdim=True))[:, 0], 0)
-            if not bool(_is_constant(offsets, valid, torch.zeros_like(first_ids) if is_argument else first_ids)):
+            if not bool(_is_constant(offsets, valid, torch.zeros_like(first_ids) if from_zero else first_ids)):
                 raise UnsupportedGraph(self.refusal)
-            if is_argument:
+            if from_zero:
                 continue
-            if own is not None and not torch.equal(own, first_ids):
+            if result is not None and not torch.equal(result, first_ids):
                 raise UnsupportedGraph(OTHER_STARTS)
-            own = first_ids
-        return first_ids if own is None else own
+            result = first_ids
+        return result
 
     def continues(self, arguments: tuple[Any, ...], valid: Tensor, first_ids: Tensor | None, seen: Tensor) -> Tensor:
         """Return whether a step's ids continue the ids of each row's earlier real tokens; a bool on the device.
 
         Args:
             valid: bool [B, q], False for padding.
-            first_ids: the result of the method `first_ids`; None if the rows come from several prompts.
+            first_ids: the result of the method `first_ids`; None if the rows come from several prompts, in which ids of
+                the caller begin at 0.
             seen: the number of earlier real tokens, int64 [B].
         """
         fits = torch.ones((), dtype=torch.bool, device=valid.device)
-        for ids, is_argument in zip(self._ids(arguments, valid), self._are_arguments, strict=True):
-            begin = torch.zeros_like(seen) if is_argument else first_ids
+        for ids, from_zero, is_argument in zip(
+            self._ids(arguments, valid), self._from_zero, self._are_arguments, strict=True
+        ):
+            begin = torch.zeros_like(seen) if from_zero or (first_ids is None and is_argument) else first_ids
             if begin is not None:
                 fits = fits & _is_constant(_offsets(ids, valid), valid, begin + seen)
         return fits

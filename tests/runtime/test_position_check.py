@@ -42,6 +42,22 @@ def test_a_step_goes_on_from_the_ids_of_a_prompt(monkeypatch: pytest.MonkeyPatch
         assert bool(check.continues((ids[:, None],), VALID[:, -1:], first, seen)) == fits
 
 
+@pytest.mark.parametrize("first_id", [1, 7])
+def test_ids_of_the_caller_continue_from_any_first_id(monkeypatch: pytest.MonkeyPatch, first_id: int) -> None:
+    check, seen = check_of(monkeypatch, [None, None]), VALID.sum(-1)
+    first = check.first_ids((ids_from(0) + first_id,), VALID)
+    assert first is not None
+    assert first.tolist() == [first_id] * 2
+    for ids, fits in ((first_id + seen, True), (seen, False)):
+        assert bool(check.continues((ids[:, None],), VALID[:, -1:], first, seen)) == fits
+    assert bool(check.continues((seen[:, None],), VALID[:, -1:], None, seen))  # rows from several prompts
+
+
+def test_ids_of_the_caller_beside_the_ones_of_the_model_begin_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(kvpass.UnsupportedGraph, match="do not increase by one over the real tokens"):
+        check_of(monkeypatch, [3, None]).first_ids((ids_from(0) + 1,), VALID)
+
+
 def test_rotary_embeddings_that_begin_at_ids_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(kvpass.UnsupportedGraph, match="several rotary embeddings"):
         check_of(monkeypatch, [3, None, 5]).first_ids((ids_from(0),), VALID)
