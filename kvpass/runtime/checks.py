@@ -33,8 +33,8 @@ PADDING_BETWEEN = (
     "tokens, or pass positions='absolute'"
 )
 OTHER_STARTS = (
-    "the model itself makes position ids for several rotary embeddings, which start at different ids in a row, but "
-    "a cached token has one rank for all of them: use positions='absolute'"
+    "position ids of several rotary embeddings begin at different numbers in a row, but a cached token has one rank for "
+    "all of them: use positions='absolute'"
 )
 OTHER_ANGLES = (
     "this call rotates keys by other angles than the calls before, or scales them differently, for example because "
@@ -66,8 +66,8 @@ class PositionCheck:
             valid: bool [B, q], False for padding.
 
         Raises:
-            UnsupportedGraph: the ids of a row do not increase by one, or the model's own ids of one row begin at
-                different numbers.  Ids of the caller beside the model's own ones must begin at 0.
+            UnsupportedGraph: the ids of a row do not increase by one, or those of several rotary embeddings
+                begin at different numbers.  Ids of the caller beside the model's own ones must begin at 0.
         """
         result = None
         for ids, from_zero in zip(self._ids(arguments, valid), self._from_zero, strict=True):
