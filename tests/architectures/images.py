@@ -263,9 +263,12 @@ def _rows(features: Any) -> int:
 
 
 def beside(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Return the inputs that mark which tokens are image tokens, as far as the model takes them."""
+    """Return the inputs that mark image tokens, or that show each token the tiles of `_tiled`, if the model has them."""
     known = inspect.signature(model.forward).parameters
-    return {name: (ids == IMAGE).long() for name in ("mm_token_type_ids", "token_type_ids") if name in known}
+    of_tokens = {name: (ids == IMAGE).long() for name in ("mm_token_type_ids", "token_type_ids") if name in known}
+    if "cross_attention_mask" in known:
+        of_tokens["cross_attention_mask"] = torch.tensor([[1, 0, 0, 0]]).expand(*ids.shape, 1, 4).clone()
+    return of_tokens
 
 
 def _matters(model: Any, given: dict[str, Tensor], tokens: int, count: int) -> bool:
