@@ -263,7 +263,7 @@ def _rows(features: Any) -> int:
 
 
 def beside(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Return the inputs that mark image tokens, or that show each token the tiles of `_tiled`, if the model has them."""
+    """Return the inputs that mark image tokens, and those that show every token the tiles of `_tiled`."""
     known = inspect.signature(model.forward).parameters
     of_tokens = {name: (ids == IMAGE).long() for name in ("mm_token_type_ids", "token_type_ids") if name in known}
     if "cross_attention_mask" in known:
