@@ -100,6 +100,16 @@ def test_by_name_with_options() -> None:
         assert torch.allclose(compiled(ids).logits, expected, atol=1e-5)
 
 
+@torch.no_grad()
+def test_another_turn_takes_all_ids() -> None:
+    """Check that the ids of a second turn alone are refused, with the way to pass them."""
+    model, (ids, _) = kvpass.compile(build("Llama", layers=1), "h2o", budget=64, inner="eager"), prompt(2, 9, ())
+    how: dict[str, Any] = dict(max_new_tokens=2, eos_token_id=None, pad_token_id=0)
+    cache = model.generate(ids, return_dict_in_generate=True, **how).past_key_values
+    with pytest.raises(kvpass.CacheHandleError, match="with all ids, those of cached tokens included"):
+        model.generate(ids[:, :4], past_key_values=cache, **how)
+
+
 @pytest.mark.slow
 def test_inductor_generates_the_same() -> None:
     model = build("Llama", layers=1)

@@ -37,8 +37,9 @@ MANY_GRAPHS = (
     "see with TORCH_LOGS=recompiles what changes from call to call, or start again with torch._dynamo.reset()"
 )
 WRONG_CACHE = (
-    "the model cannot run this call on its cache, which has {} row(s) in {}: go on with as many rows and in the dtype "
-    "of the model that the conversation began with, or begin a new one. {}"
+    "the model cannot run this call on its cache, which has {} row(s) in {}: go on with as many rows, in the dtype of "
+    "the model that the conversation began with, and in `generate` with all ids, those of cached tokens included, or "
+    "begin a new one. {}"
 )
 APART = (
     "a model of kvpass.compile cannot be traced into another backend's graph, where its cache would grow: leave out "
