@@ -33,8 +33,8 @@ PADDING_BETWEEN = (
     "tokens, or pass positions='absolute'"
 )
 OTHER_STARTS = (
-    "position ids of several rotary embeddings begin at different numbers in a row, but a cached token has one rank for "
-    "all of them: use positions='absolute'"
+    "position ids of several rotary embeddings begin at different numbers in a row, but a cached token has one rank "
+    "for all of them: use positions='absolute'"
 )
 OTHER_ANGLES = (
     "this call rotates keys by other angles than the calls before, or scales them differently, for example because "
