@@ -145,3 +145,31 @@ COMPUTED = {
 def test_computed_keys_with_heads_in_other_dimensions(name: str) -> None:
     verdict = judge(Case(Small(COMPUTED[name], heads=4, kv_heads=2)), "streaming", positions="absolute")
     assert verdict.kind == "held", str(verdict)
+
+
+def head_by_head(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    one = [F.scaled_dot_product_attention(*(x[:, h : h + 1] for x in (q, k, v)), attn_mask=j <= i) for h in range(2)]
+    return torch.cat(one, 1)
+
+
+def minus_another(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Subtract attention of other queries, as in differential attention."""
+    one, other = (F.scaled_dot_product_attention(x, k, v, attn_mask=j <= i) for x in (q, q.flip(1)))
+    return one - 0.3 * other
+
+
+def by_halves_of_values(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Attend twice with the same probabilities."""
+    halves = [F.scaled_dot_product_attention(q, k, x, attn_mask=j <= i) for x in (v * 0.5, v * 0.5)]
+    return halves[0] + halves[1]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova", "streaming"])
+@pytest.mark.parametrize("attend", [head_by_head, minus_another, by_halves_of_values])
+def test_a_layer_that_attends_in_several_calls(attend: Any, policy: str) -> None:
+    verdict = judge(
+        Case(Small(attend, layers=2)), policy, **({"positions": "absolute"} if policy == "streaming" else {})
+    )
+    whole = policy == "streaming" or attend is by_halves_of_values
+    assert verdict.kind == ("held" if whole else "refused"), str(verdict)
+    assert whole or "this layer attends in several calls" in verdict.detail
