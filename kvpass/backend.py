@@ -139,6 +139,7 @@ class Backend(BackendBase):
             if not captured.sites:
                 return None, check
             self._check_inference(captured.sites, examples)
+            self._check_attention_is_whole(captured.sites)
             known = with_head_sharding(captured.sites, self.policy)
             captured = dataclasses.replace(captured, sites=known)
             if is_step:
@@ -183,6 +184,19 @@ class Backend(BackendBase):
             why = "the graph needs gradients, and a bounded cache has none; call model.eval() and decode under"
             to_train = "to train, pass use_cache=False"
             walk.refuse(sites[0].call, f"{why} torch.no_grad() or torch.inference_mode(); {to_train}")
+
+    def _check_attention_is_whole(self, sites: list[AttentionSite]) -> None:
+        """Refuse a layer that attends in several calls, such as one for each head, if the policy reads attention.
+
+        The policy sees a cache's first call alone.  In layers that share a cache the later query follows from it.
+        """
+        for first in sites if self.policy.statistics else ():
+            for later in first.shared_by:
+                same = (later.query, later.attended[0]) == (first.query, first.attended[0])
+                if not same and walk.ancestors(later.query).isdisjoint(first.results):
+                    why = "reads the attention to cached tokens, and this layer attends in several calls"
+                    advice = "attend in one call, or use a policy that reads only positions, such as 'streaming'"
+                    walk.refuse(later.call, f"{self.policy.name!r} {why}, of which it would see the first; {advice}")
 
     def start_builds(self, model: torch.nn.Module) -> None:
         """Start building the kernels that a model on a CPU needs, while Dynamo traces its first call."""

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.capture import decomposed_attention, origins, sparse_index
+from kvpass.capture import decomposed_attention, origins, products, sparse_index
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import CacheRefused, Origin, OutsideKeys, cat_parts, origin_of
-from kvpass.fx import alias, walk
+from kvpass.fx import alias, op_table, walk
 from kvpass.fx.alias import AliasSets
 from kvpass.fx.op_table import has_tag, operator_name
 from kvpass.fx.shapes import expr
@@ -269,6 +269,7 @@ class _CacheSearch:
         if (key.past is None) != (val.past is None):
             raise CacheRefused("only one of key and value has a past")
         if computed:
+            call = call.with_operands({node: _by_head(node) for node in (call.key, call.value)})
             _check_key_count(call, key, val)
         if key.past is None and not self._tokens_of(call.query, call) <= self._tokens_of(call.key, call):
             raise CacheRefused("its keys are computed from other tokens than its queries")
@@ -332,6 +333,28 @@ class _CacheSearch:
             f"the grown cache grows again at {walk.source_line(again)}: compile a function that calls the model once "
             "on a cache, and loop outside of it"
         )
+
+
+def _by_head(computed: fx.Node) -> fx.Node:
+    """Return computed keys or values [B, H, S, D] before their rows and heads were joined, or their heads split."""
+
+    def keeps_heads(node: fx.Node) -> bool:
+        return example_value(node).ndim != 4 and (products.only_splits_heads(node) or _adds_dimensions(node))
+
+    node = walk.chain(computed, keeps_heads)[-1]
+    if example_value(node).ndim != 4:
+        raise CacheRefused(
+            f"keys or values of shape {tuple(example_value(computed).shape)} are computed from cached ones: attention "
+            "must read them as [B, H, S, D], possibly with rows and heads joined"
+        )
+    return node
+
+
+def _adds_dimensions(node: fx.Node) -> bool:
+    """Return whether a node is a subscript such as x[:, :, None] that adds dimensions before the last two."""
+    if operator_name(node) != "getitem" or not products.same_last_two(node):
+        return False
+    return all(part is None or op_table.keeps_whole_dimension(part) for part in op_table.subscript(node))
 
 
 def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:

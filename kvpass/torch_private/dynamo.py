@@ -32,9 +32,11 @@ def never_compile_alone(function: Any) -> None:
     """Keep Dynamo from compiling a function as a separate frame; Dynamo may still inline the function.
 
     One code object of `__torch_function__` serves every operation, and Dynamo has run the code compiled for one
-    operation for another.
+    operation for another.  In a function that Dynamo runs uncompiled it compiles what is called instead: `is_traced`
+    would be a frame of its own, in which the answer is yes.
     """
-    torch._dynamo.eval_frame.skip_code(function.__code__)
+    for each in (function, is_traced, is_exported):
+        torch._dynamo.eval_frame.skip_code(each.__code__)
 
 
 def is_traced() -> bool:

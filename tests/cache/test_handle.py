@@ -16,6 +16,7 @@ import kvpass
 from kvpass.cache import handle as handle_module
 from kvpass.cache import layer_cache
 from kvpass.cache.handle import Handle
+from tests.adversary.models import Small, plain
 from tests.models import build, prompt, teacher_forced
 from tests.test_backend import Tiny, loop
 
@@ -71,6 +72,29 @@ def test_uncompiled_use_gives_an_error_and_not_a_plausible_answer(model: torch.n
     _, cache, ids = started(model)
     with torch.no_grad(), pytest.raises(kvpass.CacheHandleError, match="cat on a cache of kvpass: its 14 tokens"):
         model(ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda past: torch.nn.functional.pad(past, (0, 0, 0, 1))[:, :, :-1],
+        lambda past: torch.nn.functional.rms_norm(past, (8,)),
+        lambda past: 1 - (1 - past),
+    ],
+    ids=["pad", "rms_norm", "rsub"],
+)
+def test_a_function_that_dynamo_leaves_uncompiled_is_an_error(read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    torch._dynamo.reset()
+    small = Small(plain, grow=lambda past, new: torch.cat([read(past), new], -2))
+    compiled = torch.compile(small, backend=kvpass.backend("full", inner="eager"))
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        _, past = compiled(ids[:, :5])
+        with pytest.raises(
+            kvpass.CacheHandleError, match=r"(pad|rms_norm|__rsub__) on a cache of kvpass: its 5 tokens"
+        ):
+            compiled(ids[:, 5:], past)
+    torch._dynamo.reset()
 
 
 def test_reordered_rows_go_on_as_those_rows(model: torch.nn.Module) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import kvpass
 from kvpass.cache.model_cache import caches_in
+from tests.adversary.models import Small
+from tests.adversary.oracle import Case, judge
 
 QKV = torch.randn(3, 1, 1, 12, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
 
@@ -113,3 +115,61 @@ def test_a_cache_that_no_slots_hold_is_refused(name: str, policy: str) -> None:
 
     with pytest.raises(kvpass.UnsupportedGraph, match=reason):
         prompt_and_step()
+
+
+def by_group(add: Any) -> Any:
+    """Return attention with the queries of a KV head in a dimension of their own."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        logits = q.unflatten(1, (2, 2)) @ add(k * 0.35).mT
+        return (logits.masked_fill(j > i, -torch.inf).softmax(-1) @ add(v)).flatten(1, 2)
+
+    return attend
+
+
+def by_row_and_head(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Attend with rows and heads joined to one dimension."""
+    k, v = (k * 0.35).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    logits = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).masked_fill(j > i, -torch.inf)
+    return torch.bmm(logits.softmax(-1), v.flatten(0, 1)).view(q.shape)
+
+
+COMPUTED = {
+    "[:, :, None]": by_group(lambda x: x[:, :, None]),
+    "unsqueeze": by_group(lambda x: x.unsqueeze(2)),
+    "flatten": by_row_and_head,
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_computed_keys_with_heads_in_other_dimensions(name: str) -> None:
+    verdict = judge(Case(Small(COMPUTED[name], heads=4, kv_heads=2)), "streaming", positions="absolute")
+    assert verdict.kind == "held", str(verdict)
+
+
+def head_by_head(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    one = [F.scaled_dot_product_attention(*(x[:, h : h + 1] for x in (q, k, v)), attn_mask=j <= i) for h in range(2)]
+    return torch.cat(one, 1)
+
+
+def minus_another(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Subtract attention of other queries, as in differential attention."""
+    one, other = (F.scaled_dot_product_attention(x, k, v, attn_mask=j <= i) for x in (q, q.flip(1)))
+    return one - 0.3 * other
+
+
+def by_halves_of_values(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Attend twice with the same probabilities."""
+    halves = [F.scaled_dot_product_attention(q, k, x, attn_mask=j <= i) for x in (v * 0.5, v * 0.5)]
+    return halves[0] + halves[1]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova", "streaming"])
+@pytest.mark.parametrize("attend", [head_by_head, minus_another, by_halves_of_values])
+def test_a_layer_that_attends_in_several_calls(attend: Any, policy: str) -> None:
+    verdict = judge(
+        Case(Small(attend, layers=2)), policy, **({"positions": "absolute"} if policy == "streaming" else {})
+    )
+    whole = policy == "streaming" or attend is by_halves_of_values
+    assert verdict.kind == ("held" if whole else "refused"), str(verdict)
+    assert whole or "this layer attends in several calls" in verdict.detail
