@@ -73,15 +73,16 @@ class Case:
             return full.budget(self.budget, self.measure.needed_slots, policy, self.kv_dtype)
         return policy.fitting_budget(self.budget) if isinstance(self.budget, int) else self.budget
 
-    def key(self, settings: EvaluationSettings, texts: str) -> dict[str, Any]:
-        """Return everything except the machine that a result depends on, with a digest of the texts."""
+    def key(self, settings: EvaluationSettings, inputs: str) -> dict[str, Any]:
+        """Return everything except the machine that a result depends on, with a digest of the model and the texts."""
         names = ("prefill", "model", "device", "dtype", "kv_dtype", "inner")
         shared = {name: getattr(settings, name) for name in names}
         fields: dict[str, Any] = dataclasses.asdict(self.measure)  # type: ignore[call-overload]
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
         case = {"measure": self.measure.name, "policy": self.policy, "budget": self.budget}
         case |= {"of": "bytes"} if self.of_bytes else {}
-        return {**case, **shared, "chunk": settings.chunked, "texts": texts, "settings": fields}
+        case |= {"options": policies.to_json(policies.parse(self.policy))}  # with digests of files that it names
+        return {**case, **shared, "chunk": settings.chunked, "inputs": inputs, "settings": fields}
 
 
 def cases(settings: EvaluationSettings) -> Iterator[Case]:

@@ -22,6 +22,7 @@ from kvpass.errors import KVPassError
 from kvpass.policies.cascade import Cascade
 from kvpass.policies.full import Full
 from kvpass.policies.h2o import H2O
+from tests.calibrations import random_gates
 
 
 def settings(**more: Any) -> EvaluationSettings:
@@ -55,6 +56,28 @@ def test_another_way_of_measuring_is_another_case(more: dict[str, Any]) -> None:
     assert case.key(settings(out=Path("elsewhere")), "texts") == case.key(settings(), "texts")
     assert Case(Perplexity(tokens=9), "h2o", 8).key(settings(), "texts") != case.key(settings(), "texts")
     assert case.key(settings(), "others") != case.key(settings(), "texts")
+
+
+@pytest.mark.parametrize("change", ["weights", "configuration", "texts", "boundaries of texts"])
+def test_another_model_or_text_under_the_same_name_is_another_case(change: str, checkpoint: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    before = run.digest_of(model, [[1, 2], [3]])
+    assert run.digest_of(transformers.AutoModelForCausalLM.from_pretrained(checkpoint), [[1, 2], [3]]) == before
+    if change == "weights":
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.01)
+    elif change == "configuration":
+        model.config.rms_norm_eps *= 2
+    texts = {"texts": [[1, 2], [4]], "boundaries of texts": [[1], [2, 3]]}.get(change, [[1, 2], [3]])
+    assert run.digest_of(model, texts) != before
+
+
+def test_another_file_at_the_path_of_an_option_is_another_case(tmp_path: Path) -> None:
+    case = Case(Perplexity(), f"duo_attention:gates={tmp_path / 'gates'}", 8)
+    random_gates(seed=0).save(tmp_path / "gates")
+    before = case.key(settings(), "inputs")
+    random_gates(seed=1).save(tmp_path / "gates")
+    assert case.key(settings(), "inputs") != before
 
 
 def test_results_are_read_as_they_were_written_and_refusals_are_tried_again(tmp_path: Path) -> None:
@@ -216,7 +239,7 @@ def test_the_command_measures_what_the_folder_lacks(
     assert all(f"## {name}" in printed for name in cli.MEASURES)
     assert (out / "stream.png").is_file()
 
-    monkeypatch.setattr(run, "load", lambda *_: pytest.fail("all of it was measured"))
+    monkeypatch.setattr(run, "DecodeLoop", lambda *_, **__: pytest.fail("all of it was measured"))
     assert cli.main([*arguments, "--policy", "full"]) == 0
     assert capsys.readouterr().out == printed
 
