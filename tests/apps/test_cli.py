@@ -36,6 +36,19 @@ def test_usage_errors_name_the_argument(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments", [["demo"], ["eval"], ["serve", "MODEL"], ["align", "train", "--model", "MODEL", "--out", "FILE"]]
+)
+def test_a_default_is_what_its_text_would_be(arguments):
+    """Measures draw their prompts by the text of their settings, so 0 and 0.0 would be different prompts."""
+    defaults = vars(cli.parser().parse_args(arguments))
+    for name, value in defaults.items():
+        values = value if isinstance(value, list) else [value]
+        given = [f"--{name.replace('_', '-')}", *map(str, values)]
+        if values and type(values[0]) in (int, float):
+            assert repr(vars(cli.parser().parse_args([*arguments, *given]))[name]) == repr(value), name
+
+
 def test_an_unknown_policy_is_refused_before_anything_is_loaded(tmp_path, capsys):
     message = refused(["--policy", "h2o", "nonsense", "--out", str(tmp_path / "out")], capsys)
     assert "unknown policy 'nonsense'" in message
