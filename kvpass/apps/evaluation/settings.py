@@ -125,7 +125,7 @@ class Results:
                 tensor_files.check_writable(path, KVPassError)
             stored = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else []
             self.entries = [Result(**entry) for entry in stored]
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, TypeError, ValueError, RecursionError) as error:
             raise KVPassError(f"cannot continue with the results in {folder}: {error}; choose another --out") from error
 
     def of(self, key: dict[str, Any]) -> Result | None:
@@ -133,10 +133,19 @@ class Results:
         return next((result for result in self.entries if result.key == key and result.error is None), None)
 
     def add(self, result: Result) -> None:
-        """Add a result, or replace the same case's; a run that is killed here leaves the old file."""
+        """Add a result, or replace the same case's; a run that is killed here leaves the old file.
+
+        Raises:
+            KVPassError: the file cannot be written.
+        """
         self.entries = [*(entry for entry in self.entries if entry.key != result.key), result]
         unfinished = self.path.with_suffix(".new")
-        unfinished.write_text(
-            json.dumps([dataclasses.asdict(entry) for entry in self.entries], indent=1) + "\n", encoding="utf-8"
-        )
-        unfinished.replace(self.path)
+        text = json.dumps([dataclasses.asdict(entry) for entry in self.entries], indent=1) + "\n"
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            tensor_files.finish(unfinished, self.path)
+        except OSError as error:
+            raise KVPassError(
+                f"{self.path} cannot be written: {error}; free space there, and run the command again: it continues "
+                "after the last complete result"
+            ) from error

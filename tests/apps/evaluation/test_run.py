@@ -90,10 +90,22 @@ def test_results_are_read_as_they_were_written_and_refusals_are_tried_again(tmp_
     assert Results(tmp_path / "new").of(key) is not None
 
 
-def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("[{")
+@pytest.mark.parametrize("text", ["[{", "[1]", "[" * 100_000, "null"])
+def test_a_folder_with_something_else_is_left_alone(text: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(text)
     with pytest.raises(KVPassError, match="cannot continue with the results"):
         Results(tmp_path)
+    assert (tmp_path / FILE).read_text() == text
+
+
+def test_results_that_cannot_be_written_leave_the_complete_file(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    results.add(result("h2o", 8, Perplexity()))
+    before = (tmp_path / FILE).read_text()
+    (tmp_path / FILE).with_suffix(".new").mkdir()  # in place of a full disk
+    with pytest.raises(KVPassError, match=r"results.json cannot be written: .*; free space there"):
+        results.add(result("h2o", 16, Perplexity()))
+    assert (tmp_path / FILE).read_text() == before
 
 
 @pytest.mark.parametrize("name", [FILE, "results.md"])
