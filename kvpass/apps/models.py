@@ -45,6 +45,13 @@ class LoadedModel:
             )
         return token
 
+    def check_window(self, tokens: int, window: int) -> None:
+        """Raise KVPassError if `tokens` tokens, of the argument `window`, need positions that the model has not."""
+        if self.has_position_table and self.trained_length is not None and tokens > self.trained_length:
+            raise KVPassError(
+                f"--window {window}: {self.name} has positions 0 to {self.trained_length - 1}; choose a smaller window"
+            )
+
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text, without the tokenizer's own first and last ones."""
         return [self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]

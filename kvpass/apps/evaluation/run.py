@@ -168,4 +168,12 @@ class _Runner:
         session = Session(
             self.loaded, loop, self.texts, settings.prefill, settings.chunked, slots, tick, full=self.predictions
         )
-        return list(case.measure.rows(session))
+        try:
+            return list(case.measure.rows(session))
+        except (IndexError, RuntimeError) as error:  # of an embedding; not of steps, which kvpass checks itself
+            if not (self.loaded.has_position_table and "out of" in str(error)):
+                raise
+            raise KVPassError(
+                f"{self.loaded.name} has {self.loaded.trained_length} positions, and this measure feeds more tokens; "
+                "choose fewer --tokens, or a smaller --length or --distance"
+            ) from error

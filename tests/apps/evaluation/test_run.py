@@ -22,6 +22,7 @@ from kvpass.errors import KVPassError
 from kvpass.policies.cascade import Cascade
 from kvpass.policies.full import Full
 from kvpass.policies.h2o import H2O
+from tests.apps.evaluation.conftest import TOKENIZER
 from tests.calibrations import random_gates
 
 
@@ -224,6 +225,24 @@ def test_an_unknown_policy_is_refused_before_anything_is_loaded(
     assert cli.main(["eval", "--policy", "h2o:weight=1", "--out", str(tmp_path / "out")]) == 2
     assert "unknown option 'weight'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "measure", [["perplexity", "--tokens", "40"], ["agreement", "--tokens", "40", "--documents", "1"], ["recall"]]
+)
+def test_a_measure_beyond_the_positions_of_a_table_is_refused(measure: list[str], tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    config = transformers.GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_head=2, n_layer=1, n_positions=32)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 99)
+    arguments = [
+        "eval", "--model", str(tmp_path / "model"), "--text", str(tmp_path / "a.txt"), "--inner", "eager",
+        "--prefill", "chunk", "--chunk", "16", "--policy", "window", "--budget", "8", "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
+    assert cli.main([*arguments, "--measure", *measure]) == 2
+    (entry,) = json.loads((tmp_path / "out" / FILE).read_text())
+    assert entry["error"].startswith(f"{tmp_path / 'model'} has 32 positions, and this measure feeds more tokens; ")
 
 
 @pytest.mark.slow
