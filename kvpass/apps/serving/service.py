@@ -187,7 +187,8 @@ class Service:
             for _ in range(fields.choices):
                 options = self._options(fields, prompt, 0 if conversation is None else conversation.seen)
                 options["seed"] = (first + len(jobs)) % 2**62
-                text = TextStream(self.loaded.tokenizer, fields.stops)
+                before = prompt if isinstance(fields, CompletionFields) else ()  # a chat's answer is a new text
+                text = TextStream(self.loaded.tokenizer, fields.stops, before)
                 job = Job(f"{name}-{len(jobs)}", prompt, options, outputs, text, len(jobs))
                 if conversation is not None:
                     job.options |= dict(keep=True, prefix=conversation.cache)
