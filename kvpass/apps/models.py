@@ -45,11 +45,11 @@ class LoadedModel:
             )
         return token
 
-    def check_window(self, tokens: int, window: int) -> None:
-        """Raise KVPassError if `tokens` tokens, of the argument `window`, need positions that the model has not."""
+    def check_positions(self, tokens: int, option: str) -> None:
+        """Raise KVPassError, which names an option, if so many tokens need positions that the model has not."""
         if self.has_position_table and self.trained_length is not None and tokens > self.trained_length:
             raise KVPassError(
-                f"--window {window}: {self.name} has positions 0 to {self.trained_length - 1}; choose a smaller window"
+                f"{option}: {self.name} has positions 0 to {self.trained_length - 1}; choose a smaller number"
             )
 
     def encode(self, texts: list[str]) -> list[list[int]]:

@@ -59,7 +59,7 @@ def test_an_unknown_policy_is_refused_before_anything_is_loaded(tmp_path, capsys
 def test_a_window_beyond_the_positions_of_a_table_is_refused(command, tmp_path, capsys):
     model, out = models.BUNDLED.with_name("tiny-gpt2"), tmp_path / "out"
     assert cli.main([command, str(model), "--window", "513", "--out", str(out)]) == 2
-    assert f"--window 513: {model} has positions 0 to 511; choose a smaller window" in capsys.readouterr().err
+    assert f"--window 513: {model} has positions 0 to 511; choose a smaller number" in capsys.readouterr().err
     assert not out.exists()
 
 

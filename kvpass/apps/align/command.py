@@ -33,7 +33,7 @@ def train(parsed: argparse.Namespace) -> None:
     _check_files(out, figures_file, checkpoint, text)
     loaded = models.load(parsed.model)
     models.to_device(loaded.model, parsed.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    loaded.check_window(settings.window + 1, settings.window)
+    loaded.check_positions(settings.window + 1, f"--window {settings.window}")
     texts = corpus.read(corpus.training_files()) if text is None else [corpus.read_file(text)]
     stream = torch.tensor([token for ids in loaded.encode(texts) for token in (loaded.bos, *ids)])
     trained = train_aligner(loaded.model, stream, settings, checkpoint)

@@ -97,13 +97,16 @@ def service_of(parsed: argparse.Namespace) -> Service:
     """Return the service that a command line describes."""
     policy = policies.parse(parsed.policy)
     loaded = models.load(parsed.model, parsed.dtype, parsed.device)
+    if not policy.renumbers:
+        loaded.check_positions(parsed.context or 0, f"--context {parsed.context}")
     loop = _loop_of(parsed, policy, loaded.model)
+    # A text may be longer than the trained range if cached tokens are numbered anew, but not with a learned table.
+    is_unlimited = policy.renumbers or (loop.backend.prefers_cache_positions and not loaded.has_position_table)
     serve_settings = ServeSettings(
         api_keys=tuple(filter(None, [*parsed.api_key, os.environ.get(KEY)])),
         waiting=parsed.queue,
         max_tokens=parsed.max_tokens,
-        # None where the policy renumbers the cached tokens, so that a text may be longer than the trained range.
-        context=parsed.context or (None if loop.backend.prefers_cache_positions else loaded.trained_length),
+        context=parsed.context or (None if is_unlimited else loaded.trained_length),
         drain=parsed.drain,
         conversations=Limits(parsed.kept_rows or 2 * parsed.rows, parsed.kept_bytes, parsed.conversations),
         folder=parsed.folder,
