@@ -27,7 +27,7 @@ class TextStream:
         self.tokenizer, self.stops = tokenizer, stops
         self.tokens, self.stopped = 0, False
         self._ids = list(before[-CONTEXT:])
-        if self._decode(self._ids).endswith(UNFINISHED):  # a character that the text may complete
+        if self._ids and self._decode(self._ids).endswith(UNFINISHED):  # a character that the text may complete
             self._ids = []
         self._decoded = len(self._ids)  # tokens of `_ids` whose text is in `_waiting` or was returned, or before it
         self._waiting = ""  # text that may be the beginning of a stop text
