@@ -253,7 +253,7 @@ def _add_measures(command: argparse.ArgumentParser) -> None:
         "--restart", metavar="N", type=int_at_least(0), default=0, help="empty a stream's cache after N tokens"
     )
     _add_number(command, "--length", [1024], "tokens of prompts; speed is measured on the longest", least=8)
-    _add(command, "--depth", "0 (first) to 1", [0, 0.25, 0.5, 0.75, 1], metavar="X", type=float_between(0, 1))
+    _add(command, "--depth", "0 (first) to 1", [0.0, 0.25, 0.5, 0.75, 1.0], metavar="X", type=float_between(0, 1))
     _add(command, "--task", "tasks of ruler", list(RULER_TASKS), choices=RULER_TASKS)
     text = "questions of ruler: in the prompt, or a separate turn after the prompt is compressed"
     _add(command, "--question", text, "inside", choices=["inside", "after"])

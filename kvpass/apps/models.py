@@ -45,6 +45,13 @@ class LoadedModel:
             )
         return token
 
+    def check_positions(self, tokens: int, option: str) -> None:
+        """Raise KVPassError, which names an option, if so many tokens need positions that the model has not."""
+        if self.has_position_table and self.trained_length is not None and tokens > self.trained_length:
+            raise KVPassError(
+                f"{option}: {self.name} has positions 0 to {self.trained_length - 1}; choose a smaller number"
+            )
+
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text, without the tokenizer's own first and last ones."""
         return [self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
@@ -86,12 +93,18 @@ def _bundled(folder: Path, command: str) -> str:
 def _load(source: str, name: str, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> LoadedModel:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
     except Exception as error:  # each reader raises its own errors for a damaged file
         raise KVPassError(
             f"cannot load a language model from {source!r}: {type(error).__name__}: {error}; give the name or folder "
             "of a causal model"
         ) from error
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):  # transformers fills them with random numbers, and only reports it
+        raise KVPassError(
+            f"cannot load a language model from {source!r}: it lacks {len(missing)} of the model's weights, such as "
+            f"{missing[0]}; give the complete checkpoint of a causal model"
+        )
     trained_length = getattr(model.config, "max_position_embeddings", None)
     return LoadedModel(
         name, to_device(model.eval(), device), tokenizer, trained_length, math.isfinite(learned_positions(model))

@@ -62,6 +62,7 @@ def write_gates(parsed: argparse.Namespace) -> None:
 def _model_and_tokens(parsed: argparse.Namespace, max_tokens: int) -> tuple[Any, Tensor]:
     """Return a model and up to `max_tokens` token ids int64 [T] of a text, by default of Python's manual."""
     loaded = models.load(parsed.model, parsed.dtype)
+    loaded.check_positions(parsed.window, f"--window {parsed.window}")
     texts = [*corpus.prose().values()] if parsed.text is None else [corpus.read_file(parsed.text)]
     tokens = [token for ids in loaded.encode(texts) for token in (loaded.bos, *ids)]
     return loaded.model, torch.tensor(tokens[:max_tokens])

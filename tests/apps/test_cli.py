@@ -36,10 +36,31 @@ def test_usage_errors_name_the_argument(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments", [["demo"], ["eval"], ["serve", "MODEL"], ["align", "train", "--model", "MODEL", "--out", "FILE"]]
+)
+def test_a_default_is_what_its_text_would_be(arguments):
+    """Measures draw their prompts by the text of their settings, so 0 and 0.0 would be different prompts."""
+    defaults = vars(cli.parser().parse_args(arguments))
+    for name, value in defaults.items():
+        values = value if isinstance(value, list) else [value]
+        given = [f"--{name.replace('_', '-')}", *map(str, values)]
+        if values and type(values[0]) in (int, float):
+            assert repr(vars(cli.parser().parse_args([*arguments, *given]))[name]) == repr(value), name
+
+
 def test_an_unknown_policy_is_refused_before_anything_is_loaded(tmp_path, capsys):
     message = refused(["--policy", "h2o", "nonsense", "--out", str(tmp_path / "out")], capsys)
     assert "unknown policy 'nonsense'" in message
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["gates", "calibrate"])
+def test_a_window_beyond_the_positions_of_a_table_is_refused(command, tmp_path, capsys):
+    model, out = models.BUNDLED.with_name("tiny-gpt2"), tmp_path / "out"
+    assert cli.main([command, str(model), "--window", "513", "--out", str(out)]) == 2
+    assert f"--window 513: {model} has positions 0 to 511; choose a smaller number" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_a_missing_text_is_named(tmp_path, capsys):

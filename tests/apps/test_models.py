@@ -42,6 +42,27 @@ def test_a_checkpoint_with_a_file_that_is_cut_off_is_named(name: str, kept: int,
         models.load(str(tmp_path))
 
 
+@pytest.mark.parametrize("missing", ["lm_head", "model.layers.1.", "model.norm"])
+def test_a_checkpoint_that_lacks_weights_is_refused(missing: str, tmp_path: Path) -> None:
+    sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=2)
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=2048, **sizes))
+    kept = {name: weight for name, weight in made.state_dict().items() if not name.startswith(missing)}
+    count = len(made.state_dict()) - len(kept)
+    made.save_pretrained(tmp_path, state_dict=kept)
+    transformers.AutoTokenizer.from_pretrained(models.BUNDLED).save_pretrained(tmp_path)
+    with pytest.raises(KVPassError, match=rf"it lacks {count} of the model's weights, such as {missing}"):
+        models.load(str(tmp_path))
+
+
+def test_a_weight_that_is_tied_to_another_is_not_missing(tmp_path: Path) -> None:
+    sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1)
+    config = transformers.LlamaConfig(vocab_size=2048, tie_word_embeddings=True, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(models.BUNDLED).save_pretrained(tmp_path)
+    model = models.load(str(tmp_path)).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 @pytest.mark.parametrize(
     ("name", "config", "expected"),
     [

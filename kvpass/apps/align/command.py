@@ -33,12 +33,7 @@ def train(parsed: argparse.Namespace) -> None:
     _check_files(out, figures_file, checkpoint, text)
     loaded = models.load(parsed.model)
     models.to_device(loaded.model, parsed.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if loaded.has_position_table and loaded.trained_length is not None:
-        last = loaded.trained_length - 1
-        if settings.window > last:
-            raise KVPassError(
-                f"--window {settings.window}: {parsed.model} has positions 0 to {last}; choose a smaller window"
-            )
+    loaded.check_positions(settings.window + 1, f"--window {settings.window}")
     texts = corpus.read(corpus.training_files()) if text is None else [corpus.read_file(text)]
     stream = torch.tensor([token for ids in loaded.encode(texts) for token in (loaded.bos, *ids)])
     trained = train_aligner(loaded.model, stream, settings, checkpoint)

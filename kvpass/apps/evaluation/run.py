@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import groupby
@@ -30,6 +31,8 @@ from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.model_call import ModelCall
 from kvpass.errors import KVPassError
 from kvpass.policies import Policy
+from kvpass.runtime.model_identity import settings_of as model_settings
+from kvpass.runtime.model_identity import weight_digest
 from kvpass.user_budget import Budget
 
 Tick = Callable[[int], object]
@@ -86,19 +89,27 @@ def main(parsed: argparse.Namespace) -> None:
     all_cases = list(cases(settings))
     results = Results(settings.out)
     texts = corpus.texts_of(settings.texts, settings.model is None)
-    digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:16]
+    loaded = load(settings.model, settings.dtype, settings.device)
+    encoded = dict(zip(texts, loaded.encode(list(texts.values())), strict=True))
+    digest = digest_of(loaded.model, list(encoded.values()))
     keys = [case.key(settings, digest) for case in all_cases]
-    todo = [(case, key) for case, key in zip(all_cases, keys, strict=True) if results.of(key) is None]
-    if todo:
-        loaded = load(settings.model, settings.dtype, settings.device)
-        encoded = dict(zip(texts, loaded.encode(list(texts.values())), strict=True))
-        runner = _Runner(settings, loaded, encoded)
-        for result in runner.results([case for case, _ in todo], digest):
-            results.add(result)
+    todo = [case for case, key in zip(all_cases, keys, strict=True) if results.of(key) is None]
+    for result in _Runner(settings, loaded, encoded).results(todo, digest):
+        results.add(result)
     reported = [result for key in keys for result in results.entries if result.key == key]
     print(report.write(settings.out, settings.measures, reported), end="")
     if all(result.error is not None for result in reported):
         raise KVPassError(f"nothing was measured, because every case is refused; the first one: {reported[0].error}")
+
+
+def digest_of(model: torch.nn.Module, texts: Sequence[Sequence[int]]) -> str:
+    """Return a digest of samples of a model's weights, of its configuration, and of texts as token ids.
+
+    Names alone do not identify them: another checkpoint may be at the same path.
+    """
+    weights = {name: weight_digest(tensor) for name, tensor in model.state_dict().items()}
+    described = json.dumps([weights, model_settings(model), texts], default=repr, sort_keys=True)
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
 class _Runner:
@@ -157,4 +168,12 @@ class _Runner:
         session = Session(
             self.loaded, loop, self.texts, settings.prefill, settings.chunked, slots, tick, full=self.predictions
         )
-        return list(case.measure.rows(session))
+        try:
+            return list(case.measure.rows(session))
+        except (IndexError, RuntimeError) as error:  # of an embedding; not of steps, which kvpass checks itself
+            if not (self.loaded.has_position_table and "out of" in str(error)):
+                raise
+            raise KVPassError(
+                f"{self.loaded.name} has {self.loaded.trained_length} positions, and this measure feeds more tokens; "
+                "choose fewer --tokens, or a smaller --length or --distance"
+            ) from error

@@ -73,15 +73,16 @@ class Case:
             return full.budget(self.budget, self.measure.needed_slots, policy, self.kv_dtype)
         return policy.fitting_budget(self.budget) if isinstance(self.budget, int) else self.budget
 
-    def key(self, settings: EvaluationSettings, texts: str) -> dict[str, Any]:
-        """Return everything except the machine that a result depends on, with a digest of the texts."""
+    def key(self, settings: EvaluationSettings, inputs: str) -> dict[str, Any]:
+        """Return everything except the machine that a result depends on, with a digest of the model and the texts."""
         names = ("prefill", "model", "device", "dtype", "kv_dtype", "inner")
         shared = {name: getattr(settings, name) for name in names}
         fields: dict[str, Any] = dataclasses.asdict(self.measure)  # type: ignore[call-overload]
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
         case = {"measure": self.measure.name, "policy": self.policy, "budget": self.budget}
         case |= {"of": "bytes"} if self.of_bytes else {}
-        return {**case, **shared, "chunk": settings.chunked, "texts": texts, "settings": fields}
+        case |= {"options": policies.to_json(policies.parse(self.policy))}  # with digests of files that it names
+        return {**case, **shared, "chunk": settings.chunked, "inputs": inputs, "settings": fields}
 
 
 def cases(settings: EvaluationSettings) -> Iterator[Case]:
@@ -124,7 +125,7 @@ class Results:
                 tensor_files.check_writable(path, KVPassError)
             stored = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else []
             self.entries = [Result(**entry) for entry in stored]
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, TypeError, ValueError, RecursionError) as error:
             raise KVPassError(f"cannot continue with the results in {folder}: {error}; choose another --out") from error
 
     def of(self, key: dict[str, Any]) -> Result | None:
@@ -132,10 +133,19 @@ class Results:
         return next((result for result in self.entries if result.key == key and result.error is None), None)
 
     def add(self, result: Result) -> None:
-        """Add a result, or replace the same case's; a run that is killed here leaves the old file."""
+        """Add a result, or replace the same case's; a run that is killed here leaves the old file.
+
+        Raises:
+            KVPassError: the file cannot be written.
+        """
         self.entries = [*(entry for entry in self.entries if entry.key != result.key), result]
         unfinished = self.path.with_suffix(".new")
-        unfinished.write_text(
-            json.dumps([dataclasses.asdict(entry) for entry in self.entries], indent=1) + "\n", encoding="utf-8"
-        )
-        unfinished.replace(self.path)
+        text = json.dumps([dataclasses.asdict(entry) for entry in self.entries], indent=1) + "\n"
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            tensor_files.finish(unfinished, self.path)
+        except OSError as error:
+            raise KVPassError(
+                f"{self.path} cannot be written: {error}; free space there, and run the command again: it continues "
+                "after the last complete result"
+            ) from error

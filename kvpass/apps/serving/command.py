@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import functools
 import logging
+import math
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from kvpass import policies
 from kvpass.apps import models
 from kvpass.apps.serving.conversations import Limits
 from kvpass.apps.serving.routes import create_app
-from kvpass.apps.serving.service import ServeSettings, Service
+from kvpass.apps.serving.service import ERROR_TIMEOUT, ServeSettings, Service
 from kvpass.backend import backend
 from kvpass.decoding import artifacts
 from kvpass.decoding.loop import DecodeLoop
@@ -40,8 +43,7 @@ def main(parsed: argparse.Namespace) -> None:
     service = service_of(parsed)
     if parsed.host not in LOOPBACK and not service.settings.api_keys:
         log.warning("everybody who reaches %s may use the model: set --api-key or %s", parsed.host, KEY)
-    server = uvicorn.Server(config_of(parsed, service))
-    service.draining = lambda: server.should_exit
+    server = DrainingServer(config_of(parsed, service), service)
 
     def leave() -> None:
         server.should_exit = True
@@ -64,13 +66,27 @@ def main(parsed: argparse.Namespace) -> None:
         raise failed
 
 
+class DrainingServer(uvicorn.Server):
+    """A server that answers requests which outlast the drain with an error; uvicorn alone would cancel them."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        service.draining = lambda: self.should_exit
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish running requests, and end the others after the drain."""
+        asyncio.get_running_loop().call_later(self._service.settings.drain, self._service.engine.interrupt)
+        await super().shutdown(sockets)
+
+
 def config_of(parsed: argparse.Namespace, service: Service) -> uvicorn.Config:
     """Return the configuration of uvicorn, under which running requests are finished at the end."""
     return uvicorn.Config(
         create_app(service),
         host=parsed.host,
         port=parsed.port,
-        timeout_graceful_shutdown=max(1, round(parsed.drain)),
+        timeout_graceful_shutdown=math.ceil(parsed.drain + ERROR_TIMEOUT),
         log_level="info",
         access_log=parsed.access_log,
         lifespan="on",
@@ -81,13 +97,16 @@ def service_of(parsed: argparse.Namespace) -> Service:
     """Return the service that a command line describes."""
     policy = policies.parse(parsed.policy)
     loaded = models.load(parsed.model, parsed.dtype, parsed.device)
+    if not policy.renumbers:
+        loaded.check_positions(parsed.context or 0, f"--context {parsed.context}")
     loop = _loop_of(parsed, policy, loaded.model)
+    # A text may be longer than the trained range if cached tokens are numbered anew, but not with a learned table.
+    is_unlimited = policy.renumbers or (loop.backend.prefers_cache_positions and not loaded.has_position_table)
     serve_settings = ServeSettings(
         api_keys=tuple(filter(None, [*parsed.api_key, os.environ.get(KEY)])),
         waiting=parsed.queue,
         max_tokens=parsed.max_tokens,
-        # None where the policy renumbers the cached tokens, so that a text may be longer than the trained range.
-        context=parsed.context or (None if loop.backend.prefers_cache_positions else loaded.trained_length),
+        context=parsed.context or (None if is_unlimited else loaded.trained_length),
         drain=parsed.drain,
         conversations=Limits(parsed.kept_rows or 2 * parsed.rows, parsed.kept_bytes, parsed.conversations),
         folder=parsed.folder,

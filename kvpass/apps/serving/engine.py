@@ -109,7 +109,7 @@ class Engine:
         if self.failure is not None:
             raise ApiError(f"the server has failed: {self.failure}", 503, "server_error")
         if self._stopped.is_set():
-            raise ApiError("the server is shutting down", 503, "server_error", code="shutting_down")
+            raise _shutting_down()
         if count > self.max_requests:
             raise ApiError(f"{count} choices for one request; this server takes up to {self.max_requests}", param="n")
         if len(self.jobs) + count > self.max_requests:
@@ -145,13 +145,18 @@ class Engine:
             self._commands.put(functools.partial(self._answer_count, self._count_answer))
         return await asyncio.shield(self._count_answer)
 
+    def interrupt(self) -> None:
+        """End all requests with an error, and the thread after the step that it is in."""
+        self._stopped.set()
+        self._commands.put(lambda: None)
+        self._end_all(list(self.jobs.values()), _shutting_down())
+
     async def stop(self) -> None:
-        """End the thread after the step that it is in; requests that have not finished get an error.
+        """Interrupt the requests, and wait for the end of the thread.
 
         A thread that still compiles is not waited for: it ends with the process.
         """
-        self._stopped.set()
-        self._commands.put(lambda: None)
+        self.interrupt()
         if self.ready and self.is_running:
             await asyncio.to_thread(self._thread.join)
 
@@ -171,8 +176,7 @@ class Engine:
             self._call_in_event_loop(self.on_failure)
         finally:
             self._stopped.set()
-            stopped = ApiError("the server was stopped", 503, "server_error", code="shutting_down")
-            self._call_in_event_loop(lambda: self._end_all(list(self.jobs.values()), stopped))
+            self._call_in_event_loop(lambda: self._end_all(list(self.jobs.values()), _shutting_down()))
 
     def _run_commands(self) -> None:
         """Carry out commands; wait for one if the loop has nothing to do."""
@@ -281,6 +285,10 @@ class Engine:
             if not job.added.done():
                 job.added.set_exception(last)
         job.outputs.put_nowait((job, last))
+
+
+def _shutting_down() -> ApiError:
+    return ApiError("the server is shutting down", 503, "server_error", code="shutting_down")
 
 
 def _settle(future: asyncio.Future[Any], value: Any) -> None:

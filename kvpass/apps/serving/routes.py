@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvpass.apps.serving.answers import Answer, TextPiece
 from kvpass.apps.serving.schemas import ApiError, ChatFields, CompletionFields, SamplingFields, read_fields, read_object
-from kvpass.apps.serving.service import Service
+from kvpass.apps.serving.service import ERROR_TIMEOUT, Service
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
@@ -91,7 +91,7 @@ async def _answer(
     answer = await resources.enter_async_context(service.answer(name, fields, owner))
     if fields.stream:
         events = _events(answer, envelope, object_type, fields.stream_options.include_usage)
-        return _Stream(events, resources, service.settings.drain)
+        return _Stream(events, resources, service.settings.drain + ERROR_TIMEOUT)
     try:
         return await _unless_disconnected(request, _complete(answer, envelope, object_type))
     finally:
@@ -164,9 +164,9 @@ class _Stream(EventSourceResponse):
     """A stream of events that frees its resources when it ends, or when the client has closed the connection."""
 
     def __init__(
-        self, events: AsyncIterator[dict[str, str]], resources: contextlib.AsyncExitStack, drain: float
+        self, events: AsyncIterator[dict[str, str]], resources: contextlib.AsyncExitStack, grace: float
     ) -> None:
-        super().__init__(events, sep="\n", shutdown_grace_period=drain)
+        super().__init__(events, sep="\n", shutdown_grace_period=grace)
         self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

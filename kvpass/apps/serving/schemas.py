@@ -247,10 +247,14 @@ def _generation(text: Any) -> dict[str, Any]:
 def _stream_options(options: Any) -> StreamOptions:
     if options is None:
         return StreamOptions()
+    name = "stream_options"
+    entries, known = _object(options, name), [field.name for field in dataclasses.fields(StreamOptions)]
+    if unknown := [entry for entry in entries if entry not in known]:
+        raise ApiError(f"{name}: {unknown[0]} is not one of {', '.join(known)}; leave it out", param=name)
     try:
-        return StreamOptions(**options)
-    except (TypeError, PolicyError) as error:
-        raise ApiError(f"stream_options: {error}", param="stream_options") from None
+        return StreamOptions(**entries)
+    except PolicyError as error:
+        raise ApiError(f"{name}: {error}", param=name) from None
 
 
 def _conversation(value: Any) -> str | None:

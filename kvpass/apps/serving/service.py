@@ -28,6 +28,7 @@ from kvpass.errors import KVPassError
 
 COMPLETION_TOKENS = 16  # of a completion without `max_tokens`, as in OpenAI's API
 SEEDS = 2**31
+ERROR_TIMEOUT = 5.0  # seconds after the drain in which the requests that it has ended send their errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +187,8 @@ class Service:
             for _ in range(fields.choices):
                 options = self._options(fields, prompt, 0 if conversation is None else conversation.seen)
                 options["seed"] = (first + len(jobs)) % 2**62
-                text = TextStream(self.loaded.tokenizer, fields.stops)
+                before = prompt if isinstance(fields, CompletionFields) else ()  # a chat's answer is a new text
+                text = TextStream(self.loaded.tokenizer, fields.stops, before)
                 job = Job(f"{name}-{len(jobs)}", prompt, options, outputs, text, len(jobs))
                 if conversation is not None:
                     job.options |= dict(keep=True, prefix=conversation.cache)

@@ -8,6 +8,8 @@ from typing import Any
 UNFINISHED = "\ufffd"
 """The character that a tokenizer makes of bytes that are not a whole character."""
 
+CONTEXT = 8  # tokens of a prompt that are decoded with the first ones after it
+
 
 class TextStream:
     """The text of one choice, piece by piece; the pieces joined do not depend on how the tokens come.
@@ -17,11 +19,17 @@ class TextStream:
         stopped: whether a stop text was found; nothing follows it.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+        """
+        Args:
+            before: the prompt, for a text that continues it: many tokenizers leave out the blank of a first word.
+        """
         self.tokenizer, self.stops = tokenizer, stops
         self.tokens, self.stopped = 0, False
-        self._ids: list[int] = []
-        self._decoded = 0  # tokens of `_ids` whose text is in `_waiting` or was returned
+        self._ids = list(before[-CONTEXT:])
+        if self._ids and self._decode(self._ids).endswith(UNFINISHED):  # a character that the text may complete
+            self._ids = []
+        self._decoded = len(self._ids)  # tokens of `_ids` whose text is in `_waiting` or was returned, or before it
         self._waiting = ""  # text that may be the beginning of a stop text
 
     def push(self, tokens: Sequence[int]) -> str:

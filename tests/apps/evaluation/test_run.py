@@ -22,6 +22,8 @@ from kvpass.errors import KVPassError
 from kvpass.policies.cascade import Cascade
 from kvpass.policies.full import Full
 from kvpass.policies.h2o import H2O
+from tests.apps.evaluation.conftest import TOKENIZER
+from tests.calibrations import random_gates
 
 
 def settings(**more: Any) -> EvaluationSettings:
@@ -57,6 +59,28 @@ def test_another_way_of_measuring_is_another_case(more: dict[str, Any]) -> None:
     assert case.key(settings(), "others") != case.key(settings(), "texts")
 
 
+@pytest.mark.parametrize("change", ["weights", "configuration", "texts", "boundaries of texts"])
+def test_another_model_or_text_under_the_same_name_is_another_case(change: str, checkpoint: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    before = run.digest_of(model, [[1, 2], [3]])
+    assert run.digest_of(transformers.AutoModelForCausalLM.from_pretrained(checkpoint), [[1, 2], [3]]) == before
+    if change == "weights":
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.01)
+    elif change == "configuration":
+        model.config.rms_norm_eps *= 2
+    texts = {"texts": [[1, 2], [4]], "boundaries of texts": [[1], [2, 3]]}.get(change, [[1, 2], [3]])
+    assert run.digest_of(model, texts) != before
+
+
+def test_another_file_at_the_path_of_an_option_is_another_case(tmp_path: Path) -> None:
+    case = Case(Perplexity(), f"duo_attention:gates={tmp_path / 'gates'}", 8)
+    random_gates(seed=0).save(tmp_path / "gates")
+    before = case.key(settings(), "inputs")
+    random_gates(seed=1).save(tmp_path / "gates")
+    assert case.key(settings(), "inputs") != before
+
+
 def test_results_are_read_as_they_were_written_and_refusals_are_tried_again(tmp_path: Path) -> None:
     key = Case(RecallMeasure((4, 9)), "h2o", 8).key(settings(), "texts")
     Results(tmp_path / "new").add(Result(key, [], {}, "why"))
@@ -67,10 +91,22 @@ def test_results_are_read_as_they_were_written_and_refusals_are_tried_again(tmp_
     assert Results(tmp_path / "new").of(key) is not None
 
 
-def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("[{")
+@pytest.mark.parametrize("text", ["[{", "[1]", "[" * 100_000, "null"])
+def test_a_folder_with_something_else_is_left_alone(text: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(text)
     with pytest.raises(KVPassError, match="cannot continue with the results"):
         Results(tmp_path)
+    assert (tmp_path / FILE).read_text() == text
+
+
+def test_results_that_cannot_be_written_leave_the_complete_file(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    results.add(result("h2o", 8, Perplexity()))
+    before = (tmp_path / FILE).read_text()
+    (tmp_path / FILE).with_suffix(".new").mkdir()  # in place of a full disk
+    with pytest.raises(KVPassError, match=r"results.json cannot be written: .*; free space there"):
+        results.add(result("h2o", 16, Perplexity()))
+    assert (tmp_path / FILE).read_text() == before
 
 
 @pytest.mark.parametrize("name", [FILE, "results.md"])
@@ -191,6 +227,24 @@ def test_an_unknown_policy_is_refused_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "measure", [["perplexity", "--tokens", "40"], ["agreement", "--tokens", "40", "--documents", "1"], ["recall"]]
+)
+def test_a_measure_beyond_the_positions_of_a_table_is_refused(measure: list[str], tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    config = transformers.GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_head=2, n_layer=1, n_positions=32)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 99)
+    arguments = [
+        "eval", "--model", str(tmp_path / "model"), "--text", str(tmp_path / "a.txt"), "--inner", "eager",
+        "--prefill", "chunk", "--chunk", "16", "--policy", "window", "--budget", "8", "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
+    assert cli.main([*arguments, "--measure", *measure]) == 2
+    (entry,) = json.loads((tmp_path / "out" / FILE).read_text())
+    assert entry["error"].startswith(f"{tmp_path / 'model'} has 32 positions, and this measure feeds more tokens; ")
+
+
 @pytest.mark.slow
 def test_the_command_measures_what_the_folder_lacks(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -216,7 +270,7 @@ def test_the_command_measures_what_the_folder_lacks(
     assert all(f"## {name}" in printed for name in cli.MEASURES)
     assert (out / "stream.png").is_file()
 
-    monkeypatch.setattr(run, "load", lambda *_: pytest.fail("all of it was measured"))
+    monkeypatch.setattr(run, "DecodeLoop", lambda *_, **__: pytest.fail("all of it was measured"))
     assert cli.main([*arguments, "--policy", "full"]) == 0
     assert capsys.readouterr().out == printed
 

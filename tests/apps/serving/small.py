@@ -18,6 +18,7 @@ import uvicorn
 
 import kvpass
 from kvpass.apps import models
+from kvpass.apps.serving.command import DrainingServer
 from kvpass.apps.serving.conversations import Limits
 from kvpass.apps.serving.routes import create_app
 from kvpass.apps.serving.service import ServeSettings, Service
@@ -113,8 +114,8 @@ def serving(warm: bool = True, loop: Any = None, **settings: Any) -> Iterator[Ru
     service = Service(loaded, NAME, loop, ROWS, ServeSettings(**{"context": 512, **settings}))
     if not warm:
         service.prepare = lambda: None
-    server = uvicorn.Server(uvicorn.Config(create_app(service), port=0, log_level="warning", lifespan="on"))
-    service.draining = lambda: server.should_exit
+    config = uvicorn.Config(create_app(service), port=0, log_level="warning", lifespan="on")
+    server = DrainingServer(config, service)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

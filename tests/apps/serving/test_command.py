@@ -17,7 +17,7 @@ from kvpass.apps.serving.command import KEY, config_of, service_of
 from kvpass.apps.serving.conversations import Limits
 from kvpass.apps.serving.service import Service
 from kvpass.decoding import artifacts
-from kvpass.errors import ArtifactError
+from kvpass.errors import ArtifactError, KVPassError
 
 
 def service(*arguments: str) -> Service:
@@ -104,10 +104,29 @@ def test_a_policy_that_numbers_tokens_anew_has_no_context() -> None:
     assert service("--policy", "streaming", "--budget", "64", "--context", "500").settings.context == 500
 
 
+GPT2 = models.BUNDLED.with_name("tiny-gpt2")
+ALIGNER = models.BUNDLED.with_name("tiny-gpt2-align") / "direct.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("policy", "context"), [("h2o", 512), ("streaming", 512), (f"kv_align:aligner={ALIGNER}", None)]
+)
+def test_a_table_of_positions_limits_the_context(policy: str, context: int | None) -> None:
+    """Check that a table is exceeded only under a policy that changes the position ids of a prompt."""
+    arguments = ["serve", str(GPT2), "--inner", "eager", "--rows", "1", "--budget", "32", "--policy", policy]
+    assert service_of(cli.parser().parse_args(arguments)).settings.context == context
+    longer = cli.parser().parse_args([*arguments, "--context", "513"])
+    if context is None:
+        assert service_of(longer).settings.context == 513
+    else:
+        with pytest.raises(KVPassError, match=r"--context 513: .*tiny-gpt2 has positions 0 to 511"):
+            service_of(longer)
+
+
 def test_the_server_listens_at_the_loopback_address() -> None:
     parsed = cli.parser().parse_args(["serve", str(models.BUNDLED), "--inner", "eager", "--drain", "7"])
     config = config_of(parsed, service_of(parsed))
-    assert (config.host, config.port, config.timeout_graceful_shutdown) == ("127.0.0.1", 8000, 7)
+    assert (config.host, config.port, config.timeout_graceful_shutdown) == ("127.0.0.1", 8000, 12)
 
 
 @pytest.mark.parametrize(

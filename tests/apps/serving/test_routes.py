@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import time
 from typing import Any
@@ -341,6 +342,23 @@ def test_running_requests_are_finished_at_the_end(fresh_dynamo: None) -> None:
     assert rest[-1] == "data: [DONE]"
     pieces = [json.loads(line.removeprefix("data: ")) for line in [first, *rest[:-1]]]
     assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_outlast_the_drain_get_an_error(stream: bool, fresh_dynamo: None) -> None:
+    with serving(warm=False, drain=0.3) as running, running.slowly(), concurrent.futures.ThreadPoolExecutor(5) as pool:
+        running.completion(PROMPT, max_tokens=4, ignore_eos=True)
+        fields: dict[str, Any] = dict(prompt=PROMPT, max_tokens=400, ignore_eos=True, stream=stream)
+        # More than there are rows, so that some wait.
+        answers = [pool.submit(running.post, "/v1/completions", **fields) for _ in range(5)]
+        while len(running.service.engine.jobs) < 5:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        running.server.should_exit = True
+        for answer in [each.result() for each in answers]:
+            text = answer.text.strip().split("\n")[-1].removeprefix("data: ")
+            assert json.loads(text)["error"]["code"] == "shutting_down"
+            assert answer.status_code == (200 if stream else 503)
 
 
 def test_a_model_that_cannot_be_compiled_ends_the_server(fresh_dynamo: None) -> None:

@@ -81,3 +81,24 @@ def test_a_token_without_text_does_not_begin_the_text_anew() -> None:
     for pieces in ([[0], [1], [0], [0], [2], [1]], [[0, 1, 0], [0, 2, 1]]):
         stream = TextStream(decode)
         assert "".join([*map(stream.push, pieces), stream.finish()]) == "one two one"
+
+
+@pytest.mark.parametrize(
+    ("before", "text"), [([1, 2], " two one"), ([0, 2], " two one"), ([], "two one"), ([0], "two one")]
+)
+def test_a_text_that_continues_a_prompt_keeps_its_first_blank(before: list[int], text: str) -> None:
+    vocabulary = ["", " one", " two"]
+    decode = SimpleNamespace(decode=lambda ids, **_: "".join(vocabulary[i] for i in ids).removeprefix(" "))
+    for pieces in ([[2], [1]], [[2, 1]], [[0, 2], [0, 1]]):
+        stream = TextStream(decode, before=before)
+        assert "".join([*map(stream.push, pieces), stream.finish()]) == text
+        assert stream.tokens == sum(map(len, pieces))
+
+
+@pytest.mark.parametrize("stop", ["", "never"])
+def test_a_character_that_begins_in_the_prompt_is_not_lost(stop: str) -> None:
+    ids = tokenizer()("a 日b")["input_ids"]
+    cut = next(n for n in range(1, len(ids)) if tokenizer().decode(ids[:n]).endswith("\ufffd"))
+    stream = TextStream(tokenizer(), [stop] if stop else [], ids[:cut])
+    assert "".join([*map(stream.push, [[token] for token in ids[cut:]]), stream.finish()]).endswith("b")
+    assert stream.tokens == len(ids) - cut
