@@ -143,3 +143,38 @@ def test_an_encoder_behind_graph_breaks_is_no_cache() -> None:
         assert torch.allclose(compiled(same, same, same), scaled_dot_product_attention(same, same, same))
         with pytest.raises(kvpass.UnsupportedGraph, match="come from outside"):
             compiled(same, other, other)
+
+
+def _wider(x: Tensor) -> Tensor:
+    return torch.cat([x, x[:, :1]], 1)
+
+
+@pytest.mark.parametrize("end", [slice(-1, None), slice(-2, None), slice(1)], ids=["last", "last two", "first"])
+def test_a_selection_in_a_graph_of_its_own_does_not_grow(end: slice) -> None:
+    """Test the end of hidden states, which is shorter than they are at every length of its graph."""
+    compiled = torch.compile(lambda x: x[:, end], backend=kvpass.backend("window", budget=8, inner="eager"))
+    for tokens in (9, 7, 5):
+        x = torch.randn(2, tokens, 4)
+        assert torch.equal(compiled(x), x[:, end])
+    grown = torch.compile(_wider, backend=kvpass.backend("window", budget=8, inner="eager"), dynamic=True)
+    with pytest.raises(kvpass.UnsupportedGraph, match="grows here"):
+        grown(torch.randn(2, 7, 4))
+
+
+def test_a_model_that_torch_skips_after_an_error_in_a_hook_continues() -> None:
+    """torch compiles the parts of such a model separately, among them the selection of hidden states for logits."""
+    model, (ids, mask) = build("Llama", layers=1), prompt(2, 8, ())
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    kvpass.compile(model, "window", budget=32, inner="eager")
+    calls = []
+
+    def fail_at_the_third_call(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("of the user")
+
+    hook = model.lm_head.register_forward_pre_hook(fail_at_the_third_call)
+    with pytest.raises(RuntimeError, match="of the user"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    hook.remove()
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False), expected)
