@@ -161,11 +161,12 @@ def test_a_selection_in_a_graph_of_its_own_does_not_grow(end: slice) -> None:
         grown(torch.randn(2, 7, 4))
 
 
-def test_a_model_that_torch_skips_after_an_error_in_a_hook_continues() -> None:
-    """torch compiles the parts of such a model separately, among them the selection of hidden states for logits."""
-    model, (ids, mask) = build("Llama", layers=1), prompt(2, 8, ())
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    kvpass.compile(model, "window", budget=32, inner="eager")
+@pytest.mark.few(1)
+@pytest.mark.parametrize("where", ["lm_head", "model.norm", "model.layers.0.mlp"])
+def test_after_an_error_of_the_user_the_model_is_compiled_again(where: str) -> None:
+    """Test errors after which torch skips a model's forward, and whose parts a decode loop could not repeat."""
+    model, ids = build("Llama", layers=1), prompt(1, 8, ())[0]
+    loop = kvpass.DecodeLoop(model, "window", budget=32, inner="eager", validate=False)
     calls = []
 
     def fail_at_the_third_call(*_: Any) -> None:
@@ -173,8 +174,22 @@ def test_a_model_that_torch_skips_after_an_error_in_a_hook_continues() -> None:
         if len(calls) == 3:
             raise RuntimeError("of the user")
 
-    hook = model.lm_head.register_forward_pre_hook(fail_at_the_third_call)
+    hook = model.get_submodule(where).register_forward_pre_hook(fail_at_the_third_call)
+    loop.prompt(ids)
     with pytest.raises(RuntimeError, match="of the user"):
-        model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+        loop.generate(6)
     hook.remove()
-    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False), expected)
+    loop.reset()
+    loop.prompt(ids)
+    assert torch.equal(loop.generate(6), model.generate(ids, max_new_tokens=6, do_sample=False)[:, 8:])
+
+
+def test_after_a_cache_of_fewer_layers_models_are_compiled_again() -> None:
+    """Test an error in the middle of a graph, of code that all models of transformers share."""
+    small, large = (kvpass.compile(build("Llama", layers=n), "window", budget=32, inner="eager") for n in (1, 2))
+    ids = prompt(2, 8, ())[0]
+    with torch.no_grad():
+        with pytest.raises(IndexError, match="out of range"):
+            large(ids[:, :1], past_key_values=small(ids).past_key_values)
+        assert torch.allclose(small(ids).logits, build("Llama", layers=1)(ids).logits, atol=1e-5)
+        assert torch.allclose(large(ids).logits, build("Llama", layers=2)(ids).logits, atol=1e-5)
