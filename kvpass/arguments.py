@@ -85,10 +85,6 @@ class _Check:
         return _Check(text, read, message, next((part.error for part in parts if part.error), None))
 
 
-class UnknownArgument(PolicyError):
-    """An argument that neither the policy nor a function that passes arguments on takes."""
-
-
 def check_arguments(function: F) -> F:
     """Check the arguments of every call of a function, before its body runs.
 
@@ -112,8 +108,8 @@ def check_arguments(function: F) -> F:
                 given.arguments[argument] = _value(argument, given.arguments[argument], check)
         try:
             return function(*given.args, **given.kwargs)
-        except UnknownArgument as error:
-            if forwards:
+        except PolicyError as error:
+            if forwards and error.is_unknown_argument:
                 error.args = (f"{error}; arguments of {name}: {', '.join(known)}",)
             raise
 

@@ -13,7 +13,7 @@ import json
 import re
 from typing import Any, TypeVar
 
-from kvpass.arguments import UnknownArgument, check_arguments, short_text
+from kvpass.arguments import check_arguments, short_text
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Attention, Tokens
@@ -118,7 +118,9 @@ def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
     for option in options:
         if option not in known:
             listed = ", ".join(known) or "none"
-            raise UnknownArgument(f"unknown option {option!r} of policy {name!r}; its options: {listed}")
+            error = PolicyError(f"unknown option {option!r} of policy {name!r}; its options: {listed}")
+            error.is_unknown_argument = True
+            raise error
     if isinstance(policy, Policy):
         if options:
             raise PolicyError(f"{', '.join(options)}: must be set on the policy object {policy}")
