@@ -15,7 +15,7 @@ import numbers
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
 from torch import Tensor
@@ -93,21 +93,42 @@ def check_arguments(function: F) -> F:
             the error class that the annotation names.
     """
     signature = inspect.signature(function)
+    name = function.__qualname__.removesuffix(".__init__")
+    known = _names(signature, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    forwards = _names(signature, inspect.Parameter.VAR_KEYWORD)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             given = signature.bind(*args, **kwargs)
         except TypeError as error:
-            names = [each.name for each in signature.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
-            hint = f"; without its name it takes {', '.join(names)}" if len(args) > len(names) else ""
-            raise PolicyError(f"{function.__qualname__}: {error}{hint}") from None
-        for name, check in _checks(function).items():
-            if name in given.arguments:
-                given.arguments[name] = _value(name, given.arguments[name], check)
-        return function(*given.args, **given.kwargs)
+            raise PolicyError(f"{name}: {_surplus(signature, args, kwargs) or error}") from None
+        for argument, check in _checks(function).items():
+            if argument in given.arguments:
+                given.arguments[argument] = _value(argument, given.arguments[argument], check)
+        try:
+            return function(*given.args, **given.kwargs)
+        except PolicyError as error:
+            if forwards and error.is_unknown_argument:
+                error.args = (f"{error}; arguments of {name}: {', '.join(known)}",)
+            raise
 
     return cast(F, call)
+
+
+def _names(signature: inspect.Signature, *kinds: Any) -> list[str]:
+    """Return the names of a function's arguments of these kinds."""
+    return [each.name for each in signature.parameters.values() if each.kind in kinds and each.name != "self"]
+
+
+def _surplus(signature: inspect.Signature, args: Sequence[Any], kwargs: Iterable[str]) -> str | None:
+    """Return which arguments of a call a function does not take, and which it takes; None if it takes all."""
+    anywhere, named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    positional, known = _names(signature, anywhere), _names(signature, anywhere, named)
+    if len(args) - ("self" in signature.parameters) > len(positional):
+        return f"too many positional arguments; without its name it takes {', '.join(positional)}"
+    unknown = [] if _names(signature, inspect.Parameter.VAR_KEYWORD) else [each for each in kwargs if each not in known]
+    return f"unknown argument {unknown[0]!r}; it takes {', '.join(known)}" if unknown else None
 
 
 def check_fields(made: Any) -> None:

@@ -13,7 +13,14 @@ class KVPassError(Exception):
 
 
 class PolicyError(KVPassError, ValueError):
-    """An unknown policy, or an invalid option of a policy or argument of a function."""
+    """An unknown policy, or an invalid option of a policy or argument of a function.
+
+    Attributes:
+        is_unknown_argument: whether neither the policy nor a function takes an argument.  Functions that passed it on
+            add the names of their arguments to the message.
+    """
+
+    is_unknown_argument = False
 
 
 class BudgetError(KVPassError, ValueError):

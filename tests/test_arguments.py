@@ -359,8 +359,25 @@ def test_missing_and_surplus_arguments_are_refused() -> None:
             call(*given)
     with pytest.raises(kvpass.KVPassError, match=r"too many positional arguments; without its name it takes policy$"):
         kvpass.backend("h2o", 8)
+    with pytest.raises(
+        kvpass.KVPassError, match=r"DecodeLoop.generate: unknown argument 'max_new_tokens'; it takes tokens$"
+    ):
+        kvpass.DecodeLoop(torch.nn.Linear(2, 2)).generate(max_new_tokens=3)
     with pytest.raises(kvpass.KVPassError, match="budget, heavy: must be set in the backend"):
         kvpass.simulate(kvpass.backend("h2o", budget=8), Q, KV, KV, prompt=2, budget=4, heavy=0.5)
+
+
+@pytest.mark.parametrize("policy", ["h2o", kvpass.policies.get("h2o")()], ids=["name", "object"])
+def test_an_unknown_argument_is_refused_with_the_arguments_of_every_function_that_passes_it_on(policy: Any) -> None:
+    listed = "its options: keep_prompt, .*heavy; arguments of backend: policy, budget, .*crop"
+    with pytest.raises(kvpass.PolicyError, match=f"unknown option 'buget' .*{listed}$"):
+        kvpass.backend(policy, buget=8)
+    with pytest.raises(kvpass.PolicyError, match=f"{listed}; arguments of compile: model, policy$"):
+        kvpass.compile(torch.nn.Linear(2, 2), policy, budget=8, fullgraph=True)
+    with pytest.raises(
+        kvpass.PolicyError, match=f"'temprature' .*{listed}; arguments of DecodeLoop: model, .*temperature"
+    ):
+        kvpass.DecodeLoop(torch.nn.Linear(2, 2), policy, budget=8, temprature=1)
 
 
 GOOD: dict[str, Sequence[Any]] = {

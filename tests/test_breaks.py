@@ -143,3 +143,53 @@ def test_an_encoder_behind_graph_breaks_is_no_cache() -> None:
         assert torch.allclose(compiled(same, same, same), scaled_dot_product_attention(same, same, same))
         with pytest.raises(kvpass.UnsupportedGraph, match="come from outside"):
             compiled(same, other, other)
+
+
+def _wider(x: Tensor) -> Tensor:
+    return torch.cat([x, x[:, :1]], 1)
+
+
+@pytest.mark.parametrize("end", [slice(-1, None), slice(-2, None), slice(1)], ids=["last", "last two", "first"])
+def test_a_selection_in_a_graph_of_its_own_does_not_grow(end: slice) -> None:
+    """Test the end of hidden states, which is shorter than they are at every length of its graph."""
+    compiled = torch.compile(lambda x: x[:, end], backend=kvpass.backend("window", budget=8, inner="eager"))
+    for tokens in (9, 7, 5):
+        x = torch.randn(2, tokens, 4)
+        assert torch.equal(compiled(x), x[:, end])
+    grown = torch.compile(_wider, backend=kvpass.backend("window", budget=8, inner="eager"), dynamic=True)
+    with pytest.raises(kvpass.UnsupportedGraph, match="grows here"):
+        grown(torch.randn(2, 7, 4))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("where", ["lm_head", "model.norm", "model.layers.0.mlp"])
+def test_after_an_error_of_the_user_the_model_is_compiled_again(where: str) -> None:
+    """Test errors after which torch skips a model's forward, and whose parts a decode loop could not repeat."""
+    model, ids = build("Llama", layers=1), prompt(1, 8, ())[0]
+    loop = kvpass.DecodeLoop(model, "window", budget=32, inner="eager", validate=False)
+    calls = []
+
+    def fail_at_the_third_call(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("of the user")
+
+    hook = model.get_submodule(where).register_forward_pre_hook(fail_at_the_third_call)
+    loop.prompt(ids)
+    with pytest.raises(RuntimeError, match="of the user"):
+        loop.generate(6)
+    hook.remove()
+    loop.reset()
+    loop.prompt(ids)
+    assert torch.equal(loop.generate(6), model.generate(ids, max_new_tokens=6, do_sample=False)[:, 8:])
+
+
+def test_after_a_cache_of_fewer_layers_models_are_compiled_again() -> None:
+    """Test an error in the middle of a graph, of code that all models of transformers share."""
+    small, large = (kvpass.compile(build("Llama", layers=n), "window", budget=32, inner="eager") for n in (1, 2))
+    ids = prompt(2, 8, ())[0]
+    with torch.no_grad():
+        with pytest.raises(IndexError, match="out of range"):
+            large(ids[:, :1], past_key_values=small(ids).past_key_values)
+        assert torch.allclose(small(ids).logits, build("Llama", layers=1)(ids).logits, atol=1e-5)
+        assert torch.allclose(large(ids).logits, build("Llama", layers=2)(ids).logits, atol=1e-5)

@@ -25,7 +25,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
@@ -309,9 +308,9 @@ def _is_state(node: object) -> bool:
 
 
 def _is_longer(node: fx.Node, past: fx.Node) -> bool:
-    """Return whether a tensor has the shape of another except for one dimension, which is longer."""
+    """Return whether a tensor has the shape of another except for one dimension, which may be longer."""
     shape, past_shape = example_value(node).shape, example_value(past).shape
     if len(shape) != len(past_shape):
         return False
-    diffs = [sympy.simplify(expr(a) - expr(b)) for a, b in zip(shape, past_shape, strict=True) if expr(a) != expr(b)]
-    return len(diffs) == 1 and not bool(diffs[0].is_negative)
+    others = [sizes for sizes in zip(shape, past_shape, strict=True) if expr(sizes[0]) != expr(sizes[1])]
+    return len(others) == 1 and not symbolic_shapes.known_at_most(*others[0])

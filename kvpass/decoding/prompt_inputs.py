@@ -48,7 +48,8 @@ def padding_mask(ids: Tensor, mask: Tensor | None, length: int) -> Tensor:
     wanted = (len(ids), length + ids.shape[1])
     if mask is None:
         return torch.ones(wanted, dtype=torch.int64, device=ids.device)
-    require(tuple(mask.shape) == wanted, "attention_mask", tuple(mask.shape), f"must be {wanted}: all tokens so far")
+    seen = f"for the {length} tokens before and the new ones" if length else "for the new tokens alone"
+    require(tuple(mask.shape) == wanted, "attention_mask", tuple(mask.shape), f"must be {wanted}, {seen}")
     mask = mask.to(ids.device, torch.int64, copy=True)
     behind = (mask[:, length:].diff(dim=-1) < 0).any(-1).tolist()
     if any(behind):

@@ -113,6 +113,14 @@ def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
         PolicyError: an unknown name or option, options with an object, a value that is not allowed, or an object with a
             scan whose class is not registered.
     """
+    cls, name = (get(policy), policy) if isinstance(policy, str) else (type(policy), type(policy).__qualname__)
+    known = [field.name for field in dataclasses.fields(cls)]
+    for option in options:
+        if option not in known:
+            listed = ", ".join(known) or "none"
+            error = PolicyError(f"unknown option {option!r} of policy {name!r}; its options: {listed}")
+            error.is_unknown_argument = True
+            raise error
     if isinstance(policy, Policy):
         if options:
             raise PolicyError(f"{', '.join(options)}: must be set on the policy object {policy}")
@@ -122,12 +130,6 @@ def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
                 f"{policy.name!r}: give the class its own `name` and decorate it with @kvpass.policies.register"
             )
         return policy
-    cls = get(policy)
-    known = [field.name for field in dataclasses.fields(cls)]
-    for option in options:
-        if option not in known:
-            listed = ", ".join(known) or "none"
-            raise PolicyError(f"unknown option {option!r} of policy {policy!r}; its options: {listed}")
     try:
         return cls(**options)
     except TypeError as error:

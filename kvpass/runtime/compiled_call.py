@@ -312,6 +312,7 @@ def _running(backend: Any, cache: Any) -> Iterator[None]:
     except Exception as error:
         if dynamo.is_recompile_limit_error(error):
             raise UnsupportedGraph(MANY_GRAPHS) from error
+        dynamo.compile_again(error)
         reason = dynamo.reason_untraceable(error) if cache is not None else None
         if reason is not None:
             layout = model_cache.caches_in(cache)[0].layout

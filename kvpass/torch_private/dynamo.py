@@ -39,6 +39,21 @@ def never_compile_alone(function: Any) -> None:
         torch._dynamo.eval_frame.skip_code(each.__code__)
 
 
+def compile_again(error: BaseException) -> None:
+    """Let Dynamo compile the functions again in which an error was raised, as it may skip them from then on.
+
+    Dynamo skips a function if the user's code raises an error at a place behind which it cannot continue a graph.  It
+    notes that at the function's code, which all models of a class share, and runs it uncompiled in every later call.
+    """
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo import types
+
+    default = types.FrameExecStrategy(types.FrameAction.DEFAULT, types.FrameAction.DEFAULT)  # type: ignore[attr-defined]
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("kvpass", "torch"):  # skipped on purpose
+            set_code_exec_strategy(frame.f_code, default)
+
+
 def is_traced() -> bool:
     """Return whether Dynamo, or torch.export, traces the function that asks.
 

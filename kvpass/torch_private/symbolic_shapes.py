@@ -31,6 +31,13 @@ def known_equal(one: Any, other: Any) -> bool:
     return statically_known_true(one == other)
 
 
+def known_at_most(one: Any, other: Any) -> bool:
+    """Return whether a size is at most another wherever Dynamo's guards are true."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(one <= other)
+
+
 def drop_decided_bounds(size: torch.SymInt) -> sympy.Expr:
     """Return a size without the maxima and minima that Dynamo's guarded ranges decide."""
     env = size.node.shape_env
