@@ -139,9 +139,9 @@ _READING = [
 _IMAGES = [
     "## What sees images",
     "",
-    "Every model type of `AutoModelForImageTextToText`, first with text alone, then with a random image in each row,",
-    "behind the padding, in the form that is found by trying: one with which the uncompiled model runs, and says",
-    "something else when the image is another one. Where none is found, the reason says that it is text alone.",
+    "Every model type of `AutoModelForImageTextToText`, first with text alone, if it runs so, then with a random image",
+    "in each row, behind the padding, in the form that is found by trying: one with which the uncompiled model runs",
+    "and says something else when the image is another one. Where none is found, the reason says so.",
     "Written by `make architectures`, with",
     _VERSIONS,
     "",

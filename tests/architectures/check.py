@@ -83,26 +83,33 @@ def examine(name: str, padding: int = 0, canonical: bool = True, table: str = "c
     padding = 0 if name in zoo.UNPADDED else padding
     try:
         model = zoo.build(name, table)
+    except Exception as error:
+        return Verdict(name, "not built", _brief(error))
+    try:
         given = inputs.of(model, PROMPT, padding)
         expected = generate(model, None, given)
     except Exception as error:
-        return Verdict(name, "not built", _brief(error))
+        blind = Verdict(name, "not built", _brief(error))
+        return _seeing(blind, model, padding) if table == "images" else blind
     if not _grows(expected.cache):
         return Verdict(name, "no cache", f"it keeps {type(expected.cache).__name__}")
     verdict = _against(name, model, expected, given, canonical)
-    return _seeing(verdict, model, padding) if table == "images" and verdict.word == "rewritten" else verdict
+    unseen = table == "images" and model.main_input_name == "input_ids"
+    return _seeing(verdict, model, padding) if unseen and verdict.word == "rewritten" else verdict
 
 
 def _seeing(blind: Verdict, model: torch.nn.Module, padding: int) -> Verdict:
-    """Examine a model again with images, after it was rewritten with text alone."""
+    """Examine a model with images, after it was rewritten with text alone or did not run with it."""
     try:
         given = inputs.with_images(model, PROMPT, padding)
         expected = generate(model, None, given)
     except images.NoForm:
-        return dataclasses.replace(blind, reason="text alone: no form of an image was found that it takes")
+        reason = "no form of an image was found that it takes"
     except Exception as error:
-        return dataclasses.replace(blind, reason=f"text alone: uncompiled, it says of an image {_brief(error)}")
-    return _against(blind.name, model, expected, given, canonical=False)
+        reason = f"uncompiled, it says of an image {_brief(error)}"
+    else:
+        return _against(blind.name, model, expected, given, canonical=False)
+    return dataclasses.replace(blind, reason=f"text alone: {reason}") if blind.word == "rewritten" else blind
 
 
 def _grows(cache: Any) -> bool:
@@ -229,7 +236,8 @@ def compiled(model: Any, chosen: Backend | Beside | Switch | None) -> Iterator[N
         with torch._dynamo.config.patch(recompile_limit=64):  # only backends of kvpass set the limit themselves
             yield
     finally:
-        model._compiled_call_impl = None
+        for module in model.modules():  # the language model of BLIP-2 is compiled apart from the whole
+            module._compiled_call_impl = None
 
 
 @torch.no_grad()

@@ -39,12 +39,19 @@ SMALL: dict[str, Any] = {
 
 def _three_axes(*sections: int) -> dict[str, Any]:
     """Return a configuration with rotary embeddings of three positions, each with this number of frequencies."""
-    return dict(text_config=dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[*sections])))
+    return dict(text_config=dict(rope_parameters=_rotated(*sections)))
+
+
+def _rotated(*sections: int) -> dict[str, Any]:
+    return dict(rope_type="default", rope_theta=1e4, mrope_section=[*sections])
 
 
 _THREE_AXES, _THREE_FEW = _three_axes(2, 3, 3), _three_axes(1, 1, 2)
 _TWO_BY_TWO = dict(mm_tokens_per_image=4)
 _ONE_SIZE = dict(image_grid_pinpoints=[[SIDE, SIDE]])
+_FEW_CODES = dict(
+    num_embeddings=8, codebook_size=8, base_channels=32, channel_multiplier=[1, 1, 1, 2], num_res_blocks=1
+)
 _INTO_64 = dict(vision_config=dict(text_hidden_size=64, projection_hidden_dim=64))
 
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -54,9 +61,36 @@ SPECIAL: dict[str, dict[str, Any]] = {
         vision_config=dict(
             codebook_size=16, base_channels=32, channel_multiplier=[1, 2], num_res_blocks=1, latent_channels=32
         ),
-        audio_config=dict(codebook_size=16),
+        audio_config=dict(codebook_size=16, codebook_dim=64),
     ),
     "aria": dict(projector_patch_to_query_dict={(SIDE // PATCH) ** 2: 4}),
+    "chameleon": dict(
+        vocabulary_map={"<image>": IMAGE} | {f"IMGIMG{chr(ord('A') + i)}Z": 80 + i for i in range(8)},
+        vq_config=_FEW_CODES,
+    ),
+    "deepseek_ocr2": dict(text_config=dict(mlp_layer_types=["dense", "sparse"], num_key_value_heads=4)),
+    "dots3_note": dict(
+        vision_config=dict(mlp_layer_types=["dense", "sparse"], adapter_in_dim=64, adapter_out_dim=64),
+        audio_config=dict(adapter_input_size=64, adapter_out_dim=64),
+    ),
+    "emu3": dict(
+        vocabulary_map={"<image>": IMAGE, "<|extra_200|>": 79} | {f"<|visual token {i:06}|>": 80 + i for i in range(8)},
+        vq_config=_FEW_CODES,
+    ),
+    "ernie4_5_vl_moe": dict(
+        text_config=dict(moe_intermediate_size=[32, 32], rope_parameters=_rotated(3, 3, 2)),
+    ),
+    "florence2": dict(
+        vision_config=dict(
+            patch_size=[7, 3, 3, 3],
+            depths=[1] * 4,
+            embed_dim=[16] * 4,
+            num_heads=[2] * 4,
+            num_groups=[2] * 4,
+            window_size=4,
+            projection_dim=64,
+        )
+    ),
     "gemma3": _TWO_BY_TWO,
     "gemma4": dict(
         vision_config=dict(
@@ -74,9 +108,32 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm46v": _THREE_AXES,
     "glm4v": _THREE_AXES,
     "glm4v_moe": _THREE_FEW,
+    "glm5_next": dict(
+        text_config=dict(
+            num_key_value_heads=4,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_heads=4,
+            linear_head_dim=16,
+            kv_lora_rank=32,
+            q_lora_rank=32,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+        )
+    ),
     "glm_ocr": _THREE_AXES,
     "glmga": _THREE_AXES,
-    "inkling2": _INTO_64,
+    "granite4_vision": dict(
+        downsample_rate="1/2",
+        deepstack_layer_map=[[-1, 0]],
+        spatial_target_layers=[0, 1, 0, 1],
+        qformer_config=dict(
+            max_position_embeddings=512, cross_attention_frequency=1, num_hidden_layers=1, use_qformer_text_input=False
+        ),
+        **_ONE_SIZE,
+    ),
+    "hunyuan_vl": _three_axes(2, 2, 2, 2),
+    "idefics": dict(vision_config=dict(embed_dim=64)),
+    "inkling2": dict(_INTO_64, text_config=dict(layer_types=["hybrid_sliding", "hybrid"])),
     "inkling2_loop": _INTO_64,
     "janus": dict(vision_config=dict(projection_dim=64)),
     "llama4": dict(
@@ -89,14 +146,30 @@ SPECIAL: dict[str, dict[str, Any]] = {
         vision_config=dict(intermediate_layers_indices=[0, 1], num_global_layers=1, vision_output_dim=192),
         text_config=dict(cross_attention_layers=[1]),
     ),
+    "molmo2": dict(
+        image_patch_id=IMAGE,
+        vision_config=dict(image_size=[SIDE, SIDE]),
+        adapter_config=dict(vision_feature_layer=[-1, -2], text_hidden_size=64),
+    ),
+    "muse_spark": dict(
+        out_hidden_size=64 * MERGED**2,
+        projector_hidden_size=64,
+        audio_config=dict(num_hidden_layers=4, hidden_sizes=[16] * 4, out_hidden_size=64),
+    ),
+    "nemotron_h_omni": dict(
+        vision_hidden_size=64, projector_hidden_size=64, vision_config=dict(video_temporal_patch_size=2)
+    ),
     "paddleocr_vl": _THREE_AXES,
     "paligemma": dict(projection_dim=64, vision_config=dict(projection_dim=64)),
-    "qwen2_5_omni_thinker": _THREE_AXES,
+    "qwen2_5_omni_thinker": dict(_THREE_AXES, vision_start_token_id=IMAGE + 3),
     "qwen2_5_vl": _THREE_AXES,
     "qwen2_vl": _THREE_AXES,
+    "qwen3_omni_moe_thinker": dict(_THREE_AXES, vision_start_token_id=IMAGE + 3),
     "shieldgemma2": _TWO_BY_TWO,
     "t5gemma2": dict(encoder=_TWO_BY_TWO),
+    "udop": dict(decoder_start_token_id=1),
     "vipllava": dict(vision_feature_layers=[-1, -2]),
+    "vision-encoder-decoder": dict(decoder=dict(is_decoder=True, add_cross_attention=True)),
 }
 """Fields of single architectures, in addition to their fields for text."""
 
@@ -134,7 +207,10 @@ def _grid(model: Any, count: int) -> dict[str, Tensor]:
     """Give the patches of all images in one sequence."""
     side = SIDE // PATCH
     vision = _vision(model)
-    numbers = _channels(vision) * int(getattr(vision, "temporal_patch_size", 1)) * PATCH**2
+    frames = next(
+        (getattr(vision, name) for name in ("temporal_patch_size", "patch_temporal") if hasattr(vision, name)), 1
+    )
+    numbers = _channels(vision) * int(frames) * PATCH**2
     grid = torch.tensor([[1, side, side]] * count)
     return dict(pixel_values=_pixels(count * side**2, numbers), image_grid_thw=grid)
 
@@ -144,6 +220,31 @@ def _grid_of_squares(model: Any, count: int) -> dict[str, Tensor]:
     vision = _vision(model)
     patches = _pixels(len(given["pixel_values"]), _channels(vision), PATCH, PATCH)
     return dict(given, pixel_values=patches)
+
+
+def _grid_of_merged(model: Any, count: int) -> dict[str, Tensor]:
+    """Give squares of the patches that become one token, with the channels last."""
+    side, pixels = SIDE // PATCH // MERGED, PATCH * MERGED
+    grid = torch.tensor([[1, side, side]] * count)
+    return dict(pixel_values=_pixels(count * side**2, pixels, pixels, 3), image_grid_thw=grid)
+
+
+def _grid_of_two(model: Any, count: int) -> dict[str, Tensor]:
+    """Give the height and width of each grid of patches."""
+    side = SIDE // PATCH
+    return dict(pixel_values=_pixels(count * side**2, 3 * PATCH**2), image_grid_hw=torch.tensor([[side, side]] * count))
+
+
+def _pooled(model: Any, count: int) -> dict[str, Tensor]:
+    """Say which patches of an image are pooled into each of its tokens."""
+    side, merged = SIDE // PATCH, SIDE // PATCH // MERGED
+    pooled = torch.arange(count * side**2).view(count, merged, MERGED, merged, MERGED).transpose(2, 3)
+    return dict(
+        pixel_values=_pixels(count, side**2, 3 * PATCH**2),
+        image_token_pooling=pooled.reshape(-1, MERGED**2),
+        image_grids=torch.tensor([[merged, merged, 0, 0]] * count),
+        image_num_crops=torch.ones(count, dtype=torch.int64),
+    )
 
 
 def _placed(model: Any, count: int) -> dict[str, Tensor]:
@@ -202,8 +303,8 @@ def _counted(model: Any, count: int) -> dict[str, Tensor]:
 
 
 FORMS: tuple[Form, ...] = (
-    _merged, _grid, _grid_of_squares, _placed, _shaped, _tiled, _masked, _counted, _cut, _sized, _aimed, _asked, _twice,
-    _plain, _apart, _flat,
+    _merged, _grid, _grid_of_squares, _grid_of_merged, _grid_of_two, _pooled, _placed, _shaped, _tiled, _masked,
+    _counted, _cut, _sized, _aimed, _asked, _twice, _plain, _apart, _flat,
 )  # fmt: skip
 """The forms with most inputs come first, because a model may accept a smaller form and misread it."""
 
@@ -263,21 +364,25 @@ def _rows(features: Any) -> int:
 
 
 def beside(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Return the inputs that mark image tokens, and those that show every token the tiles of `_tiled`."""
+    """Return the inputs that mark image tokens, or that say what each token sees, as far as the model takes them."""
     known = inspect.signature(model.forward).parameters
-    of_tokens = {name: (ids == IMAGE).long() for name in ("mm_token_type_ids", "token_type_ids") if name in known}
-    if "cross_attention_mask" in known:
-        of_tokens["cross_attention_mask"] = torch.tensor([[1, 0, 0, 0]]).expand(*ids.shape, 1, 4).clone()
-    return of_tokens
+    marks = dict.fromkeys(("mm_token_type_ids", "token_type_ids"), (ids == IMAGE).long())
+    seen = {
+        "image_attention_mask": torch.ones(*ids.shape, 1),
+        "cross_attention_mask": torch.tensor([1, 0, 0, 0]).expand(*ids.shape, 1, 4).clone(),  # for `_tiled`
+        "bbox": torch.zeros(*ids.shape, 4),
+    }
+    return {name: value for name, value in (marks | seen).items() if name in known}
 
 
 def _matters(model: Any, given: dict[str, Tensor], tokens: int, count: int) -> bool:
     """True if the model runs, and its logits change with the image."""
     ids = torch.tensor([[1, *[IMAGE] * tokens, 5, 6, 7]] * count)
+    beginning = dict(decoder_input_ids=ids[:, -3:]) if model.config.is_encoder_decoder else {}
     other = dict(given, pixel_values=given["pixel_values"].flip(-1) / 2)
     try:
         with torch.no_grad():
-            one, two = (model(input_ids=ids, **beside(model, ids), **x).logits for x in (given, other))
+            one, two = (model(input_ids=ids, **beside(model, ids), **beginning, **x).logits for x in (given, other))
     except Exception:
         return False
     return bool((one - two).abs().max() > 1e-4)

@@ -17,14 +17,16 @@ HEARD: dict[str, tuple[int, ...]] = {
     "cohere_asr": (64, 80),
     "moonshine": (8000,),
     "moonshine_streaming": (8000,),
+    "pp_formulanet": (3, 32, 32),
     "seamless_m4t": (32, 160),
     "seamless_m4t_v2": (32, 160),
     "speech-encoder-decoder": (8000,),
     "speech_to_text": (64, 80),
     "speecht5": (8000,),
+    "vision-encoder-decoder": (3, 32, 32),
     "whisper": (80, 32),
 }
-"""Shape of the sound or its features for one row, by model type."""
+"""Shape of the sound, the image or its features for one row, by model type."""
 
 
 def of(model: Any, prompt: int, padding: int) -> dict[str, Tensor]:
@@ -38,6 +40,8 @@ def of(model: Any, prompt: int, padding: int) -> dict[str, Tensor]:
     if not model.config.is_encoder_decoder:
         return dict(input_ids=ids, attention_mask=mask)
     ids[1, 0] = _start(model)
+    channels = getattr(getattr(model.config, "decoder_config", None), "num_channels", 0)
+    ids = ids[..., None].repeat(1, 1, channels) if channels else ids  # Dia's decoder reads several tokens at a time
     beside = dict(decoder_attention_mask=mask) if padding else {}
     return dict(_read(model), decoder_input_ids=ids, **beside)
 

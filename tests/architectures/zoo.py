@@ -79,6 +79,15 @@ _ONE_VOICE = dict(num_codebooks=1, decoder_start_token_id=1)
 _SHARED = dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2, mamba_d_state=16)
 _HYBRID = dict(layer_types=["linear_attention", "full_attention"])
 
+_INKLING = dict(
+    unpadded_vocab_size=VOCABULARY,
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=2,
+    swa_head_dim=16,
+    sliding_window_size=8,
+    rel_extent=8,
+    n_layers_per_attn_res_block=1,
+)
 _ALTERNATING = ["sliding_attention", "full_attention"]
 
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -115,20 +124,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gptj": dict(rotary_dim=8),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"], mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16),
     "inkling2_loop_text": dict(
+        _INKLING,
         num_hidden_layers=3,
         layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
-        unpadded_vocab_size=VOCABULARY,
-        swa_num_attention_heads=4,
-        swa_num_key_value_heads=2,
-        swa_head_dim=16,
-        sliding_window_size=8,
-        rel_extent=8,
-        n_layers_per_attn_res_block=1,
         loop_layer_index_start=1,
         loop_layer_index_end=2,
         loop_num_passes=2,
         loop_gate_rank=8,
     ),
+    "inkling2_text": dict(_INKLING, layer_types=["hybrid_sliding", "hybrid"]),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
     "kimi_linear": dict(_LATENT, num_experts_per_token=2, **_HYBRID),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
@@ -137,6 +141,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "longcat_flash": dict(_TURNED, num_layers=1),
     "megatron-bert": _DECODER,
     "minicpm3": _LATENT,
+    "mistral4": _LATENT,
+    "mistral_large4_text": _LATENT,
     "musicgen_decoder": _ONE_VOICE,
     "musicgen_melody_decoder": _ONE_VOICE,
     "qwen3_5_moe_text": _HYBRID,
@@ -179,10 +185,16 @@ _FEW_FILTERS = dict(num_filters=2)
 _TWO_BERTS = dict(encoder=dict(is_decoder=False), decoder=dict(is_decoder=True, add_cross_attention=True))
 
 SPECIAL_READERS: dict[str, dict[str, Any]] = {
+    "dia": dict(
+        decoder_config=dict(
+            cross_hidden_size=64, cross_num_attention_heads=4, cross_num_key_value_heads=4, cross_head_dim=16
+        )
+    ),
     "encoder-decoder": _TWO_BERTS,
     "fsmt": dict(langs=["en", "de"], src_vocab_size=VOCABULARY, tgt_vocab_size=VOCABULARY, forced_eos_token_id=None),
     "fun_asr_nano": dict(adaptor_config=dict(intermediate_size=16)),
     "marian": _STARTS,
+    "moonshine_streaming": dict(num_key_value_heads=4),
     "pop2piano": _STARTS,
     "speech-encoder-decoder": _TWO_BERTS,
     "switch_transformers": dict(num_decoder_layers=LAYERS),
