@@ -207,8 +207,11 @@ class _CacheSearch:
             )
 
     def _other_updates(self, call: AttentionCall) -> list[fx.Node]:
-        """Return the nodes that update the cache of a call without growing it along the tokens."""
-        local = origins.since_projection((call.key, call.value), self.results)
+        """Return the nodes that update the cache of a call without growing it along the tokens.
+
+        What new tokens are computed from is no cache of the call, such as the state of a convolution.
+        """
+        local = origins.since_projection((call.key, call.value), self.results, self.updates)
         updates = [node for node in local if node not in self.updates and self._grows_in_other_layout(node)]
         kept = [node for node in local if node.op == "placeholder" or node in self.outputs]
         states = [node for node in kept if is_tensor(node) and example_value(node).ndim >= 3]

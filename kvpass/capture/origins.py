@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -288,10 +288,21 @@ def is_fixed_size_update(node: fx.Node) -> bool:
     )
 
 
-def since_projection(nodes: Iterable[fx.Node], results: set[fx.Node]) -> set[fx.Node]:
-    """Return the ancestors of keys and values, ending at linear layers and attention outputs."""
+def since_projection(
+    nodes: Iterable[fx.Node], results: set[fx.Node], updates: Collection[fx.Node] = ()
+) -> set[fx.Node]:
+    """Return the ancestors of keys and values, ending at linear layers and attention outputs.
+
+    Args:
+        updates: nodes that grow a cache; what the new tokens are computed from is left out.
+    """
     ends = tagged("projects") | {"layer_norm"}
-    return set(walk.reach(nodes, lambda each: [] if target_name(each) in ends else each.all_input_nodes, results))
+
+    def inputs(node: fx.Node) -> Iterable[fx.Node]:
+        parts = cat_parts(node) if node in updates else None
+        return parts[:1] if parts else [] if target_name(node) in ends else node.all_input_nodes
+
+    return set(walk.reach(nodes, inputs, results))
 
 
 def _source_inputs(node: fx.Node) -> list[fx.Node]:

@@ -173,3 +173,51 @@ def test_a_layer_that_attends_in_several_calls(attend: Any, policy: str) -> None
     whole = policy == "streaming" or attend is by_halves_of_values
     assert verdict.kind == ("held" if whole else "refused"), str(verdict)
     assert whole or "this layer attends in several calls" in verdict.detail
+
+
+class Convolved(nn.Module):
+    """Attention whose new keys or values are averages with the token before, which a state keeps in place."""
+
+    def __init__(self, parts: str) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, past: Any) -> Any:
+        keys, values, states = past
+        if "k" in self.parts:
+            key = self._average(key, states[0])
+        if "v" in self.parts:
+            value = self._average(value, states[1])
+        key, value = torch.cat([keys, key], 2), torch.cat([values, value], 2)
+        total, new = key.shape[2], query.shape[2]
+        mask = torch.arange(total) <= torch.arange(total - new, total)[:, None]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask), (key, value, states)
+
+    def _average(self, new: Tensor, state: Tensor) -> Tensor:
+        joined = torch.cat([state, new], 2)
+        state.copy_(joined[:, :, -1:])
+        return (joined[:, :, 1:] + joined[:, :, :-1]) / 2
+
+
+@torch.no_grad()
+def convolved(call: Any) -> tuple[Tensor, Any]:
+    """Return the outputs of a prompt and steps, and the last cache."""
+    past: Any = (torch.tensor([]), torch.tensor([]), [torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8)])
+    outputs = []
+    for start, end in ((0, 6), *((n, n + 1) for n in range(6, 12))):
+        out, past = call(*(x[:, :, start:end].contiguous() for x in QKV), past)
+        outputs.append(out)
+    return torch.cat(outputs, 2), past
+
+
+@pytest.mark.parametrize("parts", ["k", "v", "kv"])
+def test_new_keys_may_be_computed_from_a_state_that_is_written_in_place(parts: str) -> None:
+    """Check a state of the last token, as of a convolution, which is no cache that attention reads."""
+    expected, _ = convolved(Convolved(parts))
+    for policy, budget in (("full", None), ("streaming", 8)):
+        torch._dynamo.reset()
+        settings: Any = dict(budget=budget, inner="eager")
+        outputs, past = convolved(torch.compile(Convolved(parts), backend=kvpass.backend(policy, **settings)))
+        before_eviction = slice(None if budget is None else budget)
+        assert torch.allclose(outputs[:, :, before_eviction], expected[:, :, before_eviction], atol=1e-5)
+        assert len(kvpass.inspect(past).layers) == 1
