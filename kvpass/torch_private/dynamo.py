@@ -10,7 +10,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -35,8 +36,7 @@ def never_compile_alone(function: Any) -> None:
     operation for another.  In a function that Dynamo runs uncompiled it compiles what is called instead: `is_traced`
     would be a frame of its own, in which the answer is yes.
     """
-    for each in (function, is_traced, is_exported):
-        torch._dynamo.eval_frame.skip_code(each.__code__)
+    _set_action("SKIP", (function.__code__, is_traced.__code__, is_exported.__code__))
 
 
 def compile_again(error: BaseException) -> None:
@@ -45,13 +45,17 @@ def compile_again(error: BaseException) -> None:
     Dynamo skips a function if the user's code raises an error at a place behind which it cannot continue a graph.  It
     notes that at the function's code, which all models of a class share, and runs it uncompiled in every later call.
     """
-    from torch._C._dynamo.eval_frame import set_code_exec_strategy
-    from torch._dynamo import types
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    ours = ("kvpass", "torch")  # some of these functions are skipped on purpose
+    _set_action("DEFAULT", (x.f_code for x in frames if x.f_globals.get("__name__", "").partition(".")[0] not in ours))
 
-    default = types.FrameExecStrategy(types.FrameAction.DEFAULT, types.FrameAction.DEFAULT)  # type: ignore[attr-defined]
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("kvpass", "torch"):  # skipped on purpose
-            set_code_exec_strategy(frame.f_code, default)
+
+def _set_action(name: str, codes: Iterable[types.CodeType]) -> None:
+    """Set what Dynamo does with frames of some code objects, an entry of its `FrameAction`."""
+    frames: Any = torch._dynamo.eval_frame
+    strategy = frames.FrameExecStrategy(getattr(frames.FrameAction, name), frames.FrameAction.DEFAULT)
+    for code in codes:
+        frames.set_code_exec_strategy(code, strategy)
 
 
 def is_traced() -> bool:
