@@ -171,7 +171,7 @@ class _Runner:
         try:
             return list(case.measure.rows(session))
         except (IndexError, RuntimeError) as error:  # of an embedding; not of steps, which kvpass checks itself
-            if not (self.loaded.has_position_table and "out of" in str(error)):
+            if not (self.loaded.has_position_table and "index out of" in str(error)):
                 raise
             raise KVPassError(
                 f"{self.loaded.name} has {self.loaded.trained_length} positions, and this measure feeds more tokens; "

@@ -227,22 +227,35 @@ def test_an_unknown_policy_is_refused_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "measure", [["perplexity", "--tokens", "40"], ["agreement", "--tokens", "40", "--documents", "1"], ["recall"]]
-)
-def test_a_measure_beyond_the_positions_of_a_table_is_refused(measure: list[str], tmp_path: Path) -> None:
+def arguments_with_a_table(tmp_path: Path) -> list[str]:
+    """Save a GPT-2 of 32 positions and a text, and return the arguments of an evaluation without its measure."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
     config = transformers.GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_head=2, n_layer=1, n_positions=32)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 99)
-    arguments = [
+    return [
         "eval", "--model", str(tmp_path / "model"), "--text", str(tmp_path / "a.txt"), "--inner", "eager",
         "--prefill", "chunk", "--chunk", "16", "--policy", "window", "--budget", "8", "--out", str(tmp_path / "out"),
     ]  # fmt: skip
-    assert cli.main([*arguments, "--measure", *measure]) == 2
+
+
+@pytest.mark.parametrize(
+    "measure", [["perplexity", "--tokens", "40"], ["agreement", "--tokens", "40", "--documents", "1"], ["recall"]]
+)
+def test_a_measure_beyond_the_positions_of_a_table_is_refused(measure: list[str], tmp_path: Path) -> None:
+    assert cli.main([*arguments_with_a_table(tmp_path), "--measure", *measure]) == 2
     (entry,) = json.loads((tmp_path / "out" / FILE).read_text())
     assert entry["error"].startswith(f"{tmp_path / 'model'} has 32 positions, and this measure feeds more tokens; ")
+
+
+def test_a_lack_of_memory_is_not_a_lack_of_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(Perplexity, "rows", fail)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^out of memory$"):
+        cli.main([*arguments_with_a_table(tmp_path), "--measure", "perplexity", "--tokens", "16"])
 
 
 @pytest.mark.slow
