@@ -196,7 +196,7 @@ class Backend(BackendBase):
                 if not same and walk.ancestors(later.query).isdisjoint(first.results):
                     why = "reads the attention to cached tokens, and this layer attends in several calls"
                     advice = "attend in one call, or use a policy that reads only positions, such as 'streaming'"
-                    walk.refuse(later.call, f"{self.policy.name!r} {why}, of which it would see the first; {advice}")
+                    walk.refuse(later.call, f"{self.policy.name!r} {why}: it would see the first alone; {advice}")
 
     def start_builds(self, model: torch.nn.Module) -> None:
         """Start building the kernels that a model on a CPU needs, while Dynamo traces its first call."""

@@ -66,8 +66,8 @@ class PositionCheck:
             valid: bool [B, q], False for padding.
 
         Raises:
-            UnsupportedGraph: the ids of a row do not increase by one, or those of several rotary embeddings
-                begin at different numbers.  Ids of the caller beside the model's own ones must begin at 0.
+            UnsupportedGraph: the ids of a row do not increase by one, those of several rotary embeddings begin at
+                different numbers, or ids of the caller do not begin at 0 in a model that also makes ids itself.
         """
         result = None
         for ids, from_zero in zip(self._ids(arguments, valid), self._from_zero, strict=True):

@@ -38,15 +38,21 @@ class Kept(nn.Module):
 
 
 @torch.no_grad()
+def conversation(call: Any, past: Any = None) -> tuple[Tensor, Any]:
+    """Return the outputs of a prompt and steps, and the last cache."""
+    outputs = []
+    for start, end in ((0, 6), *((n, n + 1) for n in range(6, 12))):
+        out, past = call(*(x[:, :, start:end].contiguous() for x in QKV), past)
+        outputs.append(out)
+    return torch.cat(outputs, 2), past
+
+
 def tokens_kept(policy: str, dtype: torch.dtype, values_first: bool) -> tuple[list[int], Tensor]:
     """Return the positions of the cached tokens after a conversation, and its outputs."""
     torch._dynamo.reset()
     compiled = torch.compile(Kept(dtype, values_first), backend=kvpass.backend(policy, budget=8, inner="eager"))
-    past, outputs = None, []
-    for start, end in ((0, 6), *((n, n + 1) for n in range(6, 12))):
-        out, past = compiled(*(x[:, :, start:end].contiguous() for x in QKV), past)
-        outputs.append(out)
-    return caches_in(past)[0].slots.position.sort(-1).values.flatten().tolist(), torch.cat(outputs, 2)
+    outputs, past = conversation(compiled)
+    return caches_in(past)[0].slots.position.sort(-1).values.flatten().tolist(), outputs
 
 
 @pytest.mark.parametrize("policy", ["knorm", "d2o", "h2o"])
@@ -199,15 +205,9 @@ class Convolved(nn.Module):
         return (joined[:, :, 1:] + joined[:, :, :-1]) / 2
 
 
-@torch.no_grad()
 def convolved(call: Any) -> tuple[Tensor, Any]:
-    """Return the outputs of a prompt and steps, and the last cache."""
-    past: Any = (torch.tensor([]), torch.tensor([]), [torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8)])
-    outputs = []
-    for start, end in ((0, 6), *((n, n + 1) for n in range(6, 12))):
-        out, past = call(*(x[:, :, start:end].contiguous() for x in QKV), past)
-        outputs.append(out)
-    return torch.cat(outputs, 2), past
+    """Return `conversation` of a model that begins with empty keys and values, and states of zero."""
+    return conversation(call, (torch.tensor([]), torch.tensor([]), [torch.zeros(1, 1, 1, 8) for _ in range(2)]))
 
 
 @pytest.mark.parametrize("parts", ["k", "v", "kv"])

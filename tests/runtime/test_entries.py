@@ -785,6 +785,7 @@ def test_a_refusal_keeps_its_class_where_the_mask_is_wrong(monkeypatch: pytest.M
         with pytest.raises(UnreadableGraph, match=expected) as refused:
             model(ids[:, :1], attention_mask=mask[:, -1:], past_key_values=cache)
     assert refused.value.line == "model.py:7: return x"
+    assert refused.value.reason.endswith("With this mask: no rewrite")
 
 
 @pytest.mark.few(1)
