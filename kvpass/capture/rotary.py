@@ -127,7 +127,7 @@ def find_rotary(site: AttentionSite, token_dim: int = 2) -> Rotary | None:
         if _is_mixed_with_tokens(site.key, raw) or (unclear and follow_to(raw, token_dim, site.key) not in (2, None)):
             continue
         since_raw = nodes_behind(site.key, {raw})
-        positions = [node for node in since_raw if _is_converted_to_angle(node, since_raw)]
+        positions = _converted_to_angles(since_raw, site.key)
         if len(positions) != 1:
             continue
         others = ancestors(site.key, stop={raw}) - ancestors(positions[0])
@@ -195,7 +195,7 @@ def _positions_of_query(query: fx.Node, key_positions: fx.Node) -> list[fx.Node]
     since = ancestors(query, first, _is_end_of_query)
     same = {n for n in since if _is_integer(n) and _is_same_computation(strip_reshapes(n), key_positions)}
     found: set[fx.Node] = set()
-    for angle in (node for node in since if _is_converted_to_angle(node, since)):
+    for angle in _converted_to_angles(since, query):
         sources = ancestors(angle, same)
         if any(_may_follow_tokens(node) or has_tag(node, "counts") for node in sources - same):
             return []
@@ -306,11 +306,18 @@ def _is_integer(node: fx.Node) -> bool:
     return is_tensor(node) and not walk.is_inexact(example_value(node)) and example_value(node).dtype != torch.bool
 
 
-def _is_converted_to_angle(node: fx.Node, among: set[fx.Node]) -> bool:
-    """Return whether an integer tensor is next used as a floating-point or complex one."""
-    if not _is_integer(node):
+def _converted_to_angles(among: set[fx.Node], rotated: fx.Node) -> list[fx.Node]:
+    """Return the integer tensors that are next used as floating-point or complex ones, without inverse frequencies."""
+    inexact = {node for node in among if is_tensor(node) and walk.is_inexact(example_value(node))}
+    converted = [node for node in among if _is_integer(node) and not inexact.isdisjoint(node.users)]
+    return converted if len(converted) < 2 else [node for node in converted if not _is_of_features(node, rotated)]
+
+
+def _is_of_features(node: fx.Node, rotated: fx.Node) -> bool:
+    """Return whether a tensor of numbers, such as arange(0, D, 2), has no dimension that becomes the tokens'."""
+    if any(each.op in ("placeholder", "get_attr") or walk.is_size(each) for each in ancestors(node)):
         return False
-    return any(user in among and is_tensor(user) and walk.is_inexact(example_value(user)) for user in node.users)
+    return all(follow_to(node, dim, rotated) not in (1, 2) for dim in range(example_value(node).ndim))
 
 
 def tables_at(position: fx.Node, nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from kvpass.capture import projections, sparse_index
 from kvpass.capture.canonical import AttentionSite, SiteFacts
 from kvpass.capture.capture import Capture
 from kvpass.capture.padding_analysis import padding_inputs_of_sites
-from kvpass.errors import PolicyError
+from kvpass.errors import KVPassWarning, PolicyError
 from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.shapes import SizeResolver
 from kvpass.lowering.attention_statistics import StatisticsOperands, as_attention
@@ -40,6 +41,11 @@ from kvpass.torch_private import dynamo, inductor, regions, symbolic_shapes, ten
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 ADOPTED = "adopted: the prompt ran uncompiled, so its attention statistics are unknown"
+UNSEEN_PROMPT = (
+    "{0} knows no attention of this prompt, and rates its tokens by later attention alone: their cache comes from a "
+    "call that ran uncompiled, or from a graph in which kvpass read no attention. Run the prompt through the compiled "
+    "model; kvpass.explain shows what is read"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +220,7 @@ class PromptResult:
 
 
 def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionSite]) -> None:
-    """Raise UnsupportedGraph if the policy needs more of a prompt than this graph shows."""
+    """Raise UnsupportedGraph if the policy needs more of a prompt than this graph shows, and warn if it reads more."""
     adopts = any(site.past_key is not None for site in sites)
     sliding = next((site for site in sites if site.window is not None), None)
     refusals = {
@@ -229,6 +235,8 @@ def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionS
     if sliding is not None and policy.renumbers:
         why = f"{policy.name} numbers the tokens of all layers alike, and this layer has its own sliding window"
         walk.refuse(sliding.call, why)
+    if adopts and any(each.statistics for each in policies):
+        warnings.warn(UNSEEN_PROMPT.format(policy.name), KVPassWarning, stacklevel=2)
 
 
 def _graph_facts(captured: Capture, call: PromptRewriteInput, layers: list[LayerOutputs]) -> PromptGraphFacts:

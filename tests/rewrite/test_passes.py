@@ -216,9 +216,9 @@ def test_weights_over_all_tokens_that_are_written_in_place_are_refused_by_their_
             compiled(ids[:, 5:].contiguous(), past)
 
 
-def test_settle_sizes_inserts_numbers_and_removes_dead_code() -> None:
+def test_dropping_outputs_removes_dead_code_and_resolving_sizes_inserts_numbers() -> None:
     stages = with_absolute_positions()
-    removed = stages.removed("resolve_sizes")
+    removed = stages.removed("drop_growing_outputs")
     assert any("torch.ops.kvpass.append" in line for line in removed)
     left = stages.stages["resolve_sizes"].step_gm.graph.nodes
     assert not [node for node in left if kvpass.fx.walk.is_size(node)]
@@ -229,7 +229,22 @@ class Long(Small):
 
     def forward(self, ids: torch.Tensor, past: Any = None, **inputs: Any) -> Any:
         output, present = super().forward(ids, past, **inputs)
-        return output * torch.full((present[0][0].shape[-2],), 1.5).prod(), present
+        return output * self.ones(present[0][0]).prod(), present
+
+    def ones(self, key: torch.Tensor) -> torch.Tensor:
+        return torch.ones(key.shape[-2])
+
+
+class LongOfKeys(Long):
+    """A model whose tensor is made from its cache."""
+
+    def ones(self, key: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(key[0, 0, :, 0])
+
+
+def test_a_value_of_the_length_alone_is_computed_on_the_host() -> None:
+    stages = staged(Long(plain), budget=8, positions="absolute")
+    assert [name for name in stages.inputs("order_inputs") if name.endswith("_on_host")] == ["prod_on_host"]
 
 
 def reads_values(q: Any, k: Any, v: Any, i: Any, j: Any) -> Any:
@@ -243,7 +258,7 @@ def rotates_at_read(q: Any, k: Any, v: Any, i: Any, j: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "model", [Long(plain), Small(reads_values), Small(rotates_at_read)], ids=["size", "values", "keys"]
+    "model", [LongOfKeys(plain), Small(reads_values), Small(rotates_at_read)], ids=["size", "values", "keys"]
 )
 def test_a_value_that_still_grows_is_refused_by_its_line(model: Any) -> None:
     lines = r"(test_passes|adversary.models)\.py:\d+"

@@ -87,19 +87,25 @@ def test_prompt_of_one_token() -> None:
 def test_adopts_a_prompt_that_ran_uncompiled() -> None:
     model = build("Llama", layers=1)
     ids, _ = prompt(2, 20, ())
+    compiled = torch.compile(model, backend=kvpass.backend("h2o", budget=32, inner="eager"))
+
+    def step(t: int) -> None:
+        out = compiled(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+        assert torch.allclose(out.logits[:, 0], expected[:, t], atol=1e-4)
+
     with torch.no_grad():
         expected = model(ids).logits
         cache = model(ids[:, :8], use_cache=True).past_key_values
-        compiled = torch.compile(model, backend=kvpass.backend("h2o", budget=32, inner="eager"))
-        for t in range(8, 20):
-            out = compiled(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
-            assert torch.allclose(out.logits[:, 0], expected[:, t], atol=1e-4)
+        with pytest.warns(kvpass.KVPassWarning, match="h2o knows no attention of this prompt"):
+            step(8)
+        for t in range(9, 20):
+            step(t)
     assert "adopted" in kvpass.inspect(cache).layers[0].notes[0]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["streaming", "buzz"])
-def test_an_adopted_prompt_keeps_its_absolute_positions(policy: str) -> None:
+def test_an_adopted_prompt_keeps_its_absolute_positions(policy: str, recwarn: pytest.WarningsRecorder) -> None:
     """Check an adopted prompt: its keys are rotated already, so cache positions cannot apply."""
     model = build("Llama", layers=1)
     ids, _ = prompt(2, 20, ())
@@ -111,6 +117,8 @@ def test_an_adopted_prompt_keeps_its_absolute_positions(policy: str) -> None:
             out = compiled(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
             assert torch.allclose(out.logits[:, 0], expected[:, t], atol=1e-4)
     assert kvpass.inspect(cache).layers[0].positions[0, 0].tolist() == list(range(20))
+    warned = [str(each.message) for each in recwarn if "knows no attention" in str(each.message)]
+    assert len(warned) == (policy == "buzz")  # streaming reads no attention
 
 
 @pytest.mark.parametrize("settings", [{"policy": "streaming", "positions": "cache"}, {"policy": "cascade"}])

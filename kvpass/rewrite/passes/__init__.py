@@ -7,8 +7,9 @@
     gpu.py          copy_write_indices       policies that merge: copies the write indices before any write
     attention.py    attend_on_slots          replaces each attention call by the policy's step on slots
     gpu.py          move_counters_to_caller  leaves the token counters to the caller
-    signature.py    drop_growing_outputs     removes outputs that grow with the cache
-    signature.py    resolve_sizes            removes dead code, inserts numbers for sizes, refuses sizes that still grow
+    signature.py    drop_growing_outputs     removes outputs that grow with the cache, and dead code
+    signature.py    precompute_on_host       makes inputs of values that are counted in masks of all tokens
+    signature.py    resolve_sizes            inserts numbers for sizes, refuses sizes that still grow
     signature.py    order_inputs             sorts the inputs: slots, policy weights, other inputs, Dynamo's arguments
 
 To add a pass, write a function from a context to a `PassRecord`, a line in `STEP_PASSES`, and a case in
@@ -21,7 +22,13 @@ from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes.attention import attend_on_slots
 from kvpass.rewrite.passes.gpu import copy_write_indices, move_counters_to_caller
 from kvpass.rewrite.passes.positions import put_length_on_device, rank_positions, renumber_ids
-from kvpass.rewrite.passes.signature import drop_growing_outputs, order_inputs, resolve_sizes, take_slots
+from kvpass.rewrite.passes.signature import (
+    drop_growing_outputs,
+    order_inputs,
+    precompute_on_host,
+    resolve_sizes,
+    take_slots,
+)
 
 STEP_PASSES: tuple[Pass, ...] = (
     take_slots,
@@ -32,6 +39,7 @@ STEP_PASSES: tuple[Pass, ...] = (
     attend_on_slots,
     move_counters_to_caller,
     drop_growing_outputs,
+    precompute_on_host,
     resolve_sizes,
     order_inputs,
 )

@@ -88,7 +88,7 @@ def _length(step: StepContext) -> fx.Node:
 
 
 def drop_growing_outputs(step: StepContext) -> PassRecord:
-    """Remove the outputs that grow with the cache, and add a chunk's outputs.
+    """Remove the outputs that grow with the cache and the code for them, and add a chunk's outputs.
 
     Checks of tensors that grow, such as `assert (mask[:, 0] == 1).all()`, are left to the host.
     """
@@ -97,8 +97,9 @@ def drop_growing_outputs(step: StepContext) -> PassRecord:
     step.host_checks = [
         node for node in step.graph.nodes if fx_nodes.has_side_effect(node) and _depends_on_growth(step, node)
     ]
-    for node in step.host_checks:
+    for node in [*step.host_checks, *filter(fx_nodes.is_log_only, step.graph.nodes)]:
         step.graph.erase_node(node)
+    alias.eliminate_dead(step.graph)
     removed = [index for index, new_index in enumerate(step.outputs.dynamo_outputs.indices) if new_index is None]
     return PassRecord([f"output {index}" for index in removed])
 
@@ -137,14 +138,43 @@ def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
     return Outputs(outputs, chunks, valid_output), kept
 
 
+def precompute_on_host(step: StepContext) -> PassRecord:
+    """Make inputs of values that read all tokens, such as positions counted in a mask, `mask.cumsum(-1)[:, -q:]`.
+
+    Only integers, sizes and buffers may go into such a value, so the host never computes attention or a state.
+    """
+    alias_sets = alias.AliasSets(step.graph)
+    reading = [n for n in step.graph.nodes if _ends_growth(step, n) and not alias_sets.writers(n)]
+    found = [node for node in reading if all(_is_no_state(step, each) for each in walk.ancestors(node))]
+    for node in found:
+        node.replace_all_uses_with(step.inputs.host_input(node))
+    return PassRecord([node.name for node in found])
+
+
+def _ends_growth(step: StepContext, node: fx.Node) -> bool:
+    """Return whether a tensor does not grow, and is computed from one that does."""
+    growing = [
+        walk.is_tensor(x) and bool(step.sizes.growing_dims(example_value(x))) for x in (node, *node.all_input_nodes)
+    ]
+    return walk.is_tensor(node) and not growing[0] and any(growing)
+
+
+def _is_no_state(step: StepContext, node: fx.Node) -> bool:
+    """Return whether a node is a size, integers (as in masks), a buffer, or computed from other nodes."""
+    argument = step.argument_of.get(node)
+    if argument is None:
+        return node.op not in ("placeholder", "get_attr")
+    if isinstance(argument, Tensor) and (argument.is_floating_point() or argument.is_complex()):
+        return dynamo.is_of_module(node) and not isinstance(argument, torch.nn.Parameter)
+    return True
+
+
 def resolve_sizes(step: StepContext) -> PassRecord:
-    """Remove dead code, and leave no size that follows the cache.
+    """Insert numbers for sizes, and leave no size that follows the cache.
 
     Raises:
         UnsupportedGraph: a node still depends on the length of the cache.
     """
-    for node in [node for node in step.graph.nodes if fx_nodes.is_log_only(node)]:
-        step.graph.erase_node(node)
     alias.eliminate_dead(step.graph)
     settled = [node for node in step.graph.nodes if walk.is_size(node) and node.users]
     for node in settled:
