@@ -50,7 +50,7 @@ class Backend(BackendBase):
         dynamo.register_settings()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
-        return self  # the copy of a model must use the same plans and the same counter of layers
+        return self  # a copy of the model continues the same count of caches
 
     def __reduce__(self) -> tuple[Any, ...]:
         settings = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.compare}
@@ -268,8 +268,8 @@ def backend(
         mode, options: as in torch.compile, for Inductor.
         strict: raise UnsupportedGraph for a cache update that cannot be rewritten; with False the graph stays
             unchanged, with a warning.
-        validate: run each rewritten graph once, uncompiled, next to the model's own on synthetic conversations, and
-            refuse it if they differ; see `kvpass.rewrite.validation.lockstep`.
+        validate: before the first rewrite of a graph runs, compare it with the model's own on synthetic conversations,
+            uncompiled, and refuse it if they differ; see `kvpass.rewrite.validation.lockstep`.
         kv_dtype: the storage format of keys and values: "int8", "int4", or either followed by "-hadamard", see
             `kvpass.lowering.formats`; None for the model's dtype.
         crop: the number of last tokens that can be removed from a cache again (`DynamicCache.crop`), as assisted

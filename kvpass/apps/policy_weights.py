@@ -17,7 +17,7 @@ from kvpass.errors import KVPassError
 from kvpass.policies.calibration import pair_norms
 from kvpass.policies.head_gates import HeadGates
 
-MAX_TOKENS = 32_768
+MAX_WEIGHT_TOKENS = 32_768
 """The number of tokens that TriAttention's own calibration reads."""
 MAX_GATE_TOKENS = 8_192
 
@@ -29,7 +29,7 @@ def write_calibration(parsed: argparse.Namespace) -> None:
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.calibrate`.
     """
     tensor_files.check_writable(parsed.out, KVPassError)
-    model, tokens = _model_and_tokens(parsed, MAX_TOKENS)
+    model, tokens = _model_and_tokens(parsed, MAX_WEIGHT_TOKENS)
     calibration = calibrate(model, tokens, window=parsed.window)
     calibration.save(parsed.out)
     share = pair_norms(calibration.tensors["mean"]) / calibration.tensors["size"].clamp(min=1e-12)

@@ -52,10 +52,10 @@ class CachedAttention:
         policy_weights: the policy's weights as inputs of the graph; empty if they are read from the policy.
         compute_keys: computes keys and values from the stored vectors, or None if these are the keys and values.
         lse: whether the model also reads the log-sum-exp of the logits.
-        write_index: the slots to write to, [B, H'], if they are not `slots.free`.
+        write_slots: the slots to write to, [B, H'], if they are not `slots.free`.
         hidden_logit: the logit of keys that a bool mask hides; None if they are left out.
         decomposed: whether the model computes the softmax itself, which gives NaN for a query without keys.
-        knows_padding: whether padding is known and not cached.
+        has_padding_inputs: whether inputs of the graph mark padding; marked tokens are not cached.
     """
 
     scale: float
@@ -67,10 +67,10 @@ class CachedAttention:
     sink_logit: Tensor | None = None
     compute_keys: ComputeKeys | None = None
     lse: bool = False
-    write_index: Tensor | None = None
+    write_slots: Tensor | None = None
     hidden_logit: float | None = None
     decomposed: bool = False
-    knows_padding: bool = False
+    has_padding_inputs: bool = False
 
     def unknown_queries(self, slots: Slots, valid: Tensor, bias: torch.dtype | None) -> UnknownQueries | None:
         """Return the queries whose output may be unknown, or None if there are none.
@@ -85,7 +85,7 @@ class CachedAttention:
         if (
             self.mask is None
             or self.sink_logit is not None
-            or not (self.decomposed or (self.knows_padding and bias is not None))
+            or not (self.decomposed or (self.has_padding_inputs and bias is not None))
         ):
             return None
         real = valid[:, None, None, :, None]  # not padding: its output must be a number
@@ -93,7 +93,9 @@ class CachedAttention:
         no_query = torch.zeros_like(real)
         rounded = self.decomposed and bias in (torch.float16, torch.bfloat16)
         return UnknownQueries(
-            real if self.decomposed else no_query, padded if self.knows_padding else no_query, real if rounded else None
+            real if self.decomposed else no_query,
+            padded if self.has_padding_inputs else no_query,
+            real if rounded else None,
         )
 
     def sink_logits(self, heads: int) -> Tensor | None:

@@ -121,8 +121,8 @@ def _check_current(handle: Handle) -> None:
         check_usable(handle.cache)
     if handle.length != handle.cache.length:
         raise CacheHandleError(
-            f"this cache stood at {handle.length} tokens and has since continued to {handle.cache.length}: "
-            "copy a cache (copy.deepcopy) before continuing it in two ways"
+            f"this cache object is out of date: it was returned after {handle.length} tokens, and its conversation has "
+            f"{handle.cache.length} now: copy a cache (copy.deepcopy) before continuing it in two ways"
         )
 
 
@@ -247,7 +247,7 @@ def current_cache(value: Any, part: KeyOrValue, backend: CacheOwner) -> LayerCac
     with tensors.without_torch_function():
         shape = tuple(value.shape)
     if shape[:3] != _shape_of(cache, value.token_dim):
-        raise CacheHandleError(f"a cache handle of shape {shape} does not fit its slots {cache.layout}")
+        raise CacheHandleError(f"a cache handle has the shape {shape}, not {_shape_of(cache, value.token_dim)} and D")
     if cache.backend is not backend and cache.backend.cache_settings != backend.cache_settings:
         raise CacheHandleError(f"this cache was made by {cache.backend} and cannot be continued by {backend}")
     return cache
@@ -265,7 +265,7 @@ def check_order_and_lengths(caches: list[LayerCache]) -> None:
             )
     counts = sorted({cache.length for cache in caches})
     if len(counts) > 1:
-        raise CacheHandleError(f"the layers' caches stand at {counts} tokens: they come from different conversations")
+        raise CacheHandleError(f"the layers' caches hold {counts} tokens: they come from different conversations")
 
 
 _MOVES = frozenset(

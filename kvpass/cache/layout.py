@@ -77,7 +77,7 @@ class Layout:
         return tuple(slice(end - part.heads, end) for part, end in zip(self.by_class, ends, strict=True))
 
     def with_head_classes(self) -> Layout:
-        """Return the layout with the classes of heads that the policy wants."""
+        """Return the layout with the classes of heads that `Policy.head_classes` returns."""
         classes = self.policy.head_classes(self.heads, self.budget)
         if not classes:
             return self

@@ -37,7 +37,7 @@ def decode_step(
     policy, valid = layout.policy, new.valid
     vectors = (EncodedVectors.of(layout.key_format, new.key), EncodedVectors.of(layout.value_format, new.value))
     tokens, index = _with_new_token(layout, slots, vectors, valid)
-    written = row_indices(slots.free if call.write_index is None else call.write_index, layout.heads)
+    written = row_indices(slots.free if call.write_slots is None else call.write_slots, layout.heads)
     rows = valid[:, None, None] if policy.overwrites else None
     for buffer, vector in zip((slots.key, slots.value), vectors, strict=True):
         buffer.write_vector(written, vector, rows)

@@ -55,7 +55,7 @@ class SearchResult:
     Attributes:
         node: the attention call, or a cache update that feeds none.
         cached_call: the attention call on its cache, if it can be rewritten.
-        refusal: the reason why it cannot be rewritten.  Without a reading and a refusal, no growing cache is involved.
+        refusal: the reason why it cannot be rewritten.  If neither is set, the call reads no cache that grows.
         cross_cache: the keys and values of cross-attention, which are returned and never grow.
         outside: the inputs with keys and values of a call that updates no cache; only calls show whether they grow.
     """
@@ -415,7 +415,7 @@ def stored_output(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int
 
 def _last_tokens(node: fx.Node) -> int | None:
     """Return n if a node is x[:, :, -n:] of [B, H, S, D], else None."""
-    if walk.target_name(node) != "getitem" or not isinstance(node.args[1], tuple):
+    if operator_name(node) != "getitem" or not isinstance(node.args[1], tuple):
         return None
     whole = slice(None)
     before, along, after = node.args[1][:2], node.args[1][2:3], node.args[1][3:]

@@ -41,7 +41,7 @@ def key_index_aranges(nodes: Iterable[fx.Node], sizes: SizeResolver, window: int
 def _adds_growing_size(node: fx.Node, sizes: SizeResolver) -> bool:
     """Return whether a node adds a size that grows with the cache."""
     growing = [arg for arg in node.args if walk.is_size(arg) and sizes.grows(arg)]
-    return bool(growing) and walk.target_name(node) in ("add", "iadd")
+    return bool(growing) and op_table.operator_name(node) in ("add", "iadd")
 
 
 def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: SizeResolver) -> dict[fx.Node, int]:
@@ -73,7 +73,7 @@ class KeyDependence:
         dependence: one of
 
             - "independent": it does not depend on the keys;
-            - "independent_of_padded": likewise, and it is computed from a "padded" tensor;
+            - "independent_of_padded": it does not depend on the keys, and is computed from a "padded" tensor;
             - "per_key": one slice for each key, computed from that key alone;
             - "per_key_lookup": the entry of a table at each key's own index;
             - "padded": a tensor without keys, padded to the number of keys;
@@ -249,6 +249,10 @@ class KeyAxis:
 
 def is_lengthened(node: fx.Node, sizes: SizeResolver) -> bool:
     """Return whether a node pads a tensor that does not grow to the number of keys along its last dimension."""
-    if walk.target_name(node) != "pad" or not is_tensor(node) or not sizes.is_total(example_value(node).shape[-1]):
+    if (
+        op_table.operator_name(node) != "pad"
+        or not is_tensor(node)
+        or not sizes.is_total(example_value(node).shape[-1])
+    ):
         return False
     return not sizes.growing_dims(example_value(operand_of(node)))

@@ -102,7 +102,10 @@ def origin_of(attended: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
     if example_value(node).dtype != example_value(new).dtype and not is_as_wide(
         example_value(node).dtype, example_value(new).dtype
     ):
-        raise CacheRefused(f"{example_value(new).dtype} is cached as {example_value(node).dtype}, which loses digits")
+        own, kept = example_value(new).dtype, example_value(node).dtype
+        raise CacheRefused(
+            f"the model computes {own} and caches {kept}: kvpass would return other numbers; cache {own}"
+        )
     empty = example_value(past).ndim != 4 or expr(example_value(past).shape[2]) == 0
     if empty or past.op != "placeholder":
         return Origin(node, None, new)

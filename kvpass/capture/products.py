@@ -8,7 +8,7 @@ import torch.fx as fx
 from kvpass.fx import alias, op_table, propagation, splicing, walk
 from kvpass.fx.op_table import has_tag, operator_name
 from kvpass.fx.shapes import same_shape
-from kvpass.fx.walk import example_value, is_tensor, operand_of, target_name
+from kvpass.fx.walk import example_value, is_tensor, operand_of
 
 
 class Unreadable(Exception):
@@ -71,10 +71,10 @@ def is_from_product(node: fx.Node) -> bool:
     products = op_table.tagged("batched")
 
     def following(each: fx.Node) -> list[fx.Node]:
-        ends = target_name(each) in products or target_name(each) == "linear"
+        ends = operator_name(each) in products | {"linear"}
         return [] if ends else [arg for arg in each.all_input_nodes if is_tensor(arg) and example_value(arg).ndim >= 3]
 
-    found = [each for each in walk.reach([node], following) if target_name(each) in products]
+    found = [each for each in walk.reach([node], following) if operator_name(each) in products]
     return any(all(example_value(arg).ndim >= 3 for arg in product.all_input_nodes) for product in found)
 
 

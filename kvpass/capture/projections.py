@@ -38,7 +38,7 @@ def output_projection_index(site: AttentionSite) -> int | None:
     chain = [site.call]
     while (user := _only_user(chain[-1])) is not None and op_table.has_tag(user, "moves", "keeps"):
         chain.append(user)
-    if user is None or walk.target_name(user) != "linear" or user.args[:1] != (chain[-1],):
+    if user is None or op_table.operator_name(user) != "linear" or user.args[:1] != (chain[-1],):
         return None
     small = propagation.SmallSizes(chain)
     numbered = torch.arange(math.prod(small.shape(site.call))).view(small.shape(site.call))

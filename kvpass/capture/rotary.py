@@ -274,7 +274,7 @@ def _aligned_dim(node: fx.Node, parent: fx.Node, dim: int) -> int | None:
 
 def _takes_all(node: fx.Node) -> bool:
     """Return whether a node, if it is an index, takes every element."""
-    if walk.target_name(node) != "getitem":
+    if op_table.operator_name(node) != "getitem":
         return True
     return all(part is None or op_table.keeps_whole_dimension(part) for part in op_table.subscript(node))
 

@@ -16,7 +16,7 @@ from kvpass.capture.canonical import is_attention
 from kvpass.fx import op_table, walk
 from kvpass.fx.op_table import tagged
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import ancestors, example_value, operand_of, target_name
+from kvpass.fx.walk import ancestors, example_value, operand_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +50,16 @@ def sparse_indices(mask: fx.Node | None) -> list[SparseIndex]:
     """Return the sparse indices that a mask is computed from in its own layer."""
     if mask is None:
         return []
-    candidates = [_read_sparse_index(node) for node in ancestors(mask) if target_name(node) == "scatter"]
+    candidates = [_read_sparse_index(node) for node in ancestors(mask) if op_table.operator_name(node) == "scatter"]
     return [index for index in candidates if index is not None and index.node in ancestors(mask, until=_ends_layer)]
 
 
 def _ends_layer(node: fx.Node) -> bool:
     """Return whether a node projects hidden states or attends, so that nodes before it belong to other computations."""
-    return target_name(node) in tagged("projects") | {"softmax", "scaled_dot_product_attention"} or is_attention(node)
+    return op_table.operator_name(node) in tagged("projects") | {
+        "softmax",
+        "scaled_dot_product_attention",
+    } or is_attention(node)
 
 
 def _read_sparse_index(node: fx.Node) -> SparseIndex | None:
@@ -64,11 +67,11 @@ def _read_sparse_index(node: fx.Node) -> SparseIndex | None:
     if len(node.args) != 4 or not isinstance(node.args[3], (bool, int, float)):
         return None
     topk = node.args[2]
-    while isinstance(topk, fx.Node) and target_name(topk) in ("to", "long", "int", "getitem"):
+    while isinstance(topk, fx.Node) and op_table.operator_name(topk) in ("to", "long", "int", "getitem"):
         topk = topk.args[0]
     if (
         not isinstance(topk, fx.Node)
-        or target_name(topk) != "topk"
+        or op_table.operator_name(topk) != "topk"
         or node.args[1] not in (-1, example_value(node).ndim - 1)
     ):
         return None

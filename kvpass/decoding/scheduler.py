@@ -233,7 +233,7 @@ class RequestScheduler:
             self.prefilling = None
 
     def _release_row(self, row: int) -> None:
-        """Free the row of a finished request; keep a copy of its slots if the request asks for it."""
+        """Free the row of a finished request; keep a copy of its slots if `request.keep` is true."""
         request = self.rows.pop(row)
         if self.batch is None:
             return

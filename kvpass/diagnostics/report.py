@@ -199,7 +199,7 @@ class CacheReport:
              str(x.nbytes), f"{x.nbytes / max(1, x.full_nbytes):.3f}"]
             for i, x in enumerate(self.layers)
         ]  # fmt: skip
-        header = ["layer", "policy", "slots", "seen", "held (row 0, head 0)", "bytes", "of full"]
+        header = ["layer", "policy", "slots", "seen", "cached (row 0, head 0)", "bytes", "of full"]
         if any(x.pinned.shape[-1] for x in self.layers):
             header.insert(5, "pinned")
             for row, x in zip(rows, self.layers, strict=True):

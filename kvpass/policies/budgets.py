@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Count = TypeVar("Count", bound="int | Tensor")
-MAX_TOKENS = 1 << 31
+MAX_BUDGET = 1 << 31
 """The largest number of tokens that `share_of` takes."""
 
 
@@ -99,7 +99,7 @@ def share_of(count: Count, fraction: float) -> Count:
     """Return floor(fraction * count), exact for the decimal fraction: 0.29 of 100 is 29, not 28.
 
     Args:
-        count: from 0 to `MAX_TOKENS`: an integer, a symbolic one, or an int64 tensor.
+        count: from 0 to `MAX_BUDGET`: an integer, a symbolic one, or an int64 tensor.
         fraction: from 0 to 1; for an integer any number that is at least 0.
     """
     whole, rest = divmod(Fraction(str(fraction)), 1)
@@ -109,17 +109,17 @@ def share_of(count: Count, fraction: float) -> Count:
 
 
 def _largest_fraction(number: Fraction) -> Fraction:
-    """Return the largest fraction up to `number` whose denominator is at most `MAX_TOKENS`.
+    """Return the largest fraction up to `number` whose denominator is at most `MAX_BUDGET`.
 
     A share k of n tokens is at most `number` exactly if k / n is, and k / n has such a denominator.  So shares of this
     fraction equal the shares of `number`, and n times its numerator fits into int64.
     """
-    nearest = number.limit_denominator(MAX_TOKENS)
+    nearest = number.limit_denominator(MAX_BUDGET)
     if nearest <= number:
         return nearest
     above, divisor = nearest.as_integer_ratio()
     inverse = pow(above, -1, divisor)
-    below = inverse + (MAX_TOKENS - inverse) // divisor * divisor  # above * below - 1 is a multiple of divisor
+    below = inverse + (MAX_BUDGET - inverse) // divisor * divisor  # above * below - 1 is a multiple of divisor
     return Fraction((above * below - 1) // divisor, below)
 
 

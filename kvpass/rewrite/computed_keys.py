@@ -156,9 +156,10 @@ def _propagate_dim(node: fx.Node, parent: fx.Node, axis: int | None) -> int | No
     """Return the dimension of a result whose slices depend on no other slices of an operand along `axis`, or None."""
     if axis is None:
         return None
-    if walk.target_name(node) in ("copy_", "setitem"):  # one tensor over another, or over a part along other dimensions
+    name = op_table.operator_name(node)
+    if name in ("copy_", "setitem"):  # one tensor over another, or over a part along other dimensions
         last: int = example_value(node).ndim - example_value(parent).ndim + axis
-        if walk.target_name(node) == "copy_" or parent is node.args[0]:
+        if name == "copy_" or parent is node.args[0]:
             return last
         subscript = op_table.subscript(node)  # may cut the last dimension, and must keep every token's index
         return last if all(op_table.keeps_whole_dimension(part) for part in subscript[:-1]) else None

@@ -145,8 +145,8 @@ class StepContext(StepGraph):
     host_checks: list[fx.Node]
     outputs: Outputs
 
-    def __init__(self, call: StepRewriteInput) -> None:
-        super().__init__(call)
+    def __init__(self, given: StepRewriteInput) -> None:
+        super().__init__(given)
         self.inputs = AddedInputs(self)
         self.records: list[PassRecord] = []
 

@@ -20,7 +20,7 @@ def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
     read = [*step.inputs.host_inputs, *gather_from, *step.host_checks]
     if not step.outputs.dynamo_outputs.grown and not read:
         return None
-    graph = step.call.canonical_gm.graph
+    graph = step.given.canonical_gm.graph
     originals, outputs, end = {node.name: node for node in graph.nodes}, walk.results(graph), graph.output_node()
     for node in read:
         if node.name not in originals:
@@ -30,13 +30,13 @@ def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
     _check_reads_no_cache(step, wanted, needed)
     for writer in alias.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
         step.refuse_growth(writer)  # both graphs would write
-    if not needed.isdisjoint(each.call for site in step.call.sites for each in site.attention_calls):
+    if not needed.isdisjoint(each.call for site in step.given.sites for each in site.attention_calls):
         step.refuse_growth(wanted[0])
-    return splicing.extract(step.call.canonical_gm, wanted, end)
+    return splicing.extract(step.given.canonical_gm, wanted, end)
 
 
 def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[fx.Node]) -> None:
-    pasts = {past for site in step.call.sites for past in site.pasts}
+    pasts = {past for site in step.given.sites for past in site.pasts}
     if needed.isdisjoint(pasts):
         return
     writers = sorted(filter(alias.writes, needed))  # a value may read the cache through a write to its memory alone

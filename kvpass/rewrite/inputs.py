@@ -102,11 +102,6 @@ class AddedInputs:
         self._valid[padding_inputs] = node
         return node
 
-    @property
-    def some_valid(self) -> fx.Node:
-        """The result of the first call of `valid`."""
-        return next(iter(self._valid.values()))
-
     def gathered_inputs(self) -> tuple[list[GatheredInput], list[fx.Node]]:
         """Return the inputs of `entries`, and the nodes whose values they gather from if these are precomputed."""
         found, computed = [], list[fx.Node]()

@@ -248,18 +248,18 @@ class _KeyCutter:
             return 1 if self._counts_keys(node) else self._number_or_bound(node)
         if isinstance(example_value(node), torch.Size):
             return tuple(self._size(node, size) for size in example_value(node))
-        axis_fact = self.axes.follow(node)
+        keys = self.axes.follow(node)
         if op_table.operator_name(node) == "cumsum" and self._counts_valid(node):
             return self._index_in(example_value(node).dtype, self.count)
-        if axis_fact.dependence == "independent":
+        if keys.dependence == "independent":
             return self._bind(node)
         if node in self.context.inputs:
             return self._entry(node, self.context.inputs[node])
-        if axis_fact.dependence == "needs_all_tokens":
-            return self._precompute(node, axis_fact.axis)
-        if axis_fact.dependence == "padded":
+        if keys.dependence == "needs_all_tokens":
+            return self._precompute(node, keys.axis)
+        if keys.dependence == "padded":
             return walk.refuse(node, "a padded tensor is not indexed by the key index")
-        return self._copy_sliced(node, by_own_index=axis_fact.dependence == "per_key_lookup")
+        return self._copy_per_key(node, by_own_index=keys.dependence == "per_key_lookup")
 
     def _counts_keys(self, size: Any) -> bool:
         """Return whether a size is the number of keys, which is constant if a layer stores its last tokens only."""
@@ -323,8 +323,8 @@ class _KeyCutter:
         self.host_inputs.append(node)
         return self._bind(node)
 
-    def _copy_sliced(self, node: fx.Node, by_own_index: bool) -> fx.Node:
-        base, is_item = node.args[0], walk.target_name(node) == "getitem"
+    def _copy_per_key(self, node: fx.Node, by_own_index: bool) -> fx.Node:
+        base, is_item = node.args[0], op_table.operator_name(node) == "getitem"
         if is_item and isinstance(base, fx.Node) and self.axes.follow(base).dependence == "padded":
             return self._padded_lookup(node)
         for parent in node.all_input_nodes:
@@ -337,7 +337,7 @@ class _KeyCutter:
                 if parent is not base and self.axes.is_key_index(parent):
                     env[parent] = self.graph.call_function(torch.zeros_like, (self.env[parent],))
         copied = self.graph.node_copy(node, lambda parent: env[parent])
-        if walk.target_name(node) == "expand":
+        if op_table.operator_name(node) == "expand":
             copied.args = _expand_arguments(node, copied)
         return copied
 

@@ -40,11 +40,11 @@ class Masks:
         if key not in self._cut:
             self._drop_sparse_indices(site.mask)
             self._cut[key] = cut_mask(step.step_gm, site.mask, step.sizes, self._context(site, window, padding))
-        sliced = self._cut[key]
-        bound = [step.inputs.host_input(node) if node in sliced.host_inputs else node for node in sliced.subgraph.bound]
+        cut = self._cut[key]
+        bound = [step.inputs.host_input(node) if node in cut.host_inputs else node for node in cut.subgraph.bound]
         first = [] if window is None else [self._first_stored(window)]
-        entries = [step.inputs.entry(layer, entry) for entry in sliced.entries]
-        return dataclasses.replace(sliced, nodes=[*first, step.length, *entries, *bound])
+        entries = [step.inputs.entry(layer, entry) for entry in cut.entries]
+        return dataclasses.replace(cut, nodes=[*first, step.length, *entries, *bound])
 
     def _context(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> MaskContext:
         step = self._step

@@ -85,13 +85,13 @@ class PromptRewriteInput:
     padding_inputs: list[tuple[fx.Node, ...]]
 
 
-def rewrite_prompt(call: PromptRewriteInput) -> PromptRewrite:
+def rewrite_prompt(given: PromptRewriteInput) -> PromptRewrite:
     """Add the outputs that the policies need to a prompt graph; its own computation stays unchanged.
 
     A policy that renumbers also changes the computation, for prompts beyond its budget.
     """
-    sites, policies = call.sites, call.policies
-    rewritten_gm, copy_of = fx_nodes.copy_graph_module(call.canonical_gm)
+    sites, policies = given.sites, given.policies
+    rewritten_gm, copy_of = fx_nodes.copy_graph_module(given.canonical_gm)
     model_outputs = len(walk.results(rewritten_gm.graph))
     added: list[fx.Node] = []  # the model's own outputs are read at the end: they may include replaced attention
     outputs: list[LayerOutputs] = []
@@ -101,7 +101,7 @@ def rewrite_prompt(call: PromptRewriteInput) -> PromptRewrite:
         added.append(node)
         return model_outputs + len(added) - 1
 
-    for site, policy, nodes in zip(sites, policies, call.padding_inputs, strict=True):
+    for site, policy, nodes in zip(sites, policies, given.padding_inputs, strict=True):
         padding_inputs = tuple(copy_of[node] for node in nodes)
         with rewritten_gm.graph.inserting_before(copy_of[site.call]):
             all_valid = _valid_tokens(rewritten_gm.graph, copy_of[site.grown_key], padding_inputs)
@@ -113,19 +113,19 @@ def rewrite_prompt(call: PromptRewriteInput) -> PromptRewrite:
                     _scale_queries(rewritten_gm.graph, each, copy_of, policy, valid)
         # Not at the end, where queries would outlive their layer.
         with rewritten_gm.graph.inserting_before(copy_of[site.call].next):
-            rotary = find_rotary(site) if call.stores_unrotated_keys else None
+            rotary = find_rotary(site) if given.stores_unrotated_keys else None
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
                 keys, values = emit(copy_of[site.grown_key]), emit(copy_of[site.grown_value])
             stored_key = emit(copy_of[rotary.raw]) if rotary else keys
-            scores = insert_statistics(rewritten_gm.graph, site, copy_of, valid, policy, call.budget)
+            scores = insert_statistics(rewritten_gm.graph, site, copy_of, valid, policy, given.budget)
             statistics_outputs = {name: emit(node) for name, node in scores.items()}
-            operands = _operands(site, keys, lambda node: emit(copy_of[node])) if call.with_operands else None
+            operands = _operands(site, keys, lambda node: emit(copy_of[node])) if given.with_operands else None
         valid_output = None if all_valid is None else valid_outputs[padding_inputs]
         in_order = [statistics_outputs[name] for name in attention_statistics.statistics_of(policy)]
         outputs.append(LayerOutputs(stored_key, values, valid_output, in_order, operands))
     if policies[0].renumbers and shapes.expr(sites[0].query_len) != 1:
-        _renumber(call, rewritten_gm.graph, copy_of)
+        _renumber(given, rewritten_gm.graph, copy_of)
     rewritten_gm.graph.output_node().args = ((*walk.results(rewritten_gm.graph), *added),)
     rewritten_gm.recompile()
     results = [node for site in sites for each in site.attention_calls for node in each.results]
@@ -141,9 +141,10 @@ def _operands(
     return emit(site.query), attended, mask, sink
 
 
-def _renumber(call: PromptRewriteInput, graph: fx.Graph, copy_of: dict[fx.Node, fx.Node]) -> None:
+def _renumber(given: PromptRewriteInput, graph: fx.Graph, copy_of: dict[fx.Node, fx.Node]) -> None:
     """Make position ids and masks of the copy count tokens in windows; only the last window is cached."""
-    policy, budget, padding_inputs = call.policies[0], call.budget, [copy_of[node] for node in call.padding_inputs[0]]
+    policy, budget = given.policies[0], given.budget
+    padding_inputs = [copy_of[node] for node in given.padding_inputs[0]]
     assert budget is not None  # policies that renumber evict
 
     def valid_and_window(valid: Tensor | None, count: int, device: torch.device) -> tuple[Tensor, int | Tensor]:
@@ -158,15 +159,15 @@ def _renumber(call: PromptRewriteInput, graph: fx.Graph, copy_of: dict[fx.Node, 
     def mask_of(mask: Tensor | None, query: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
         return renumber.window_mask(mask, causal, *valid_and_window(valid, query.shape[2], query.device))
 
-    argument_of = dict(zip(walk.placeholders(call.canonical_gm.graph), call.examples, strict=True))
-    for reader in renumber.find_readers(call.canonical_gm, call.sites, argument_of, renumber.fits_prompt):
+    argument_of = dict(zip(walk.placeholders(given.canonical_gm.graph), given.examples, strict=True))
+    for reader in renumber.find_readers(given.canonical_gm, given.sites, argument_of, renumber.fits_prompt):
         node, ids = copy_of[reader.node], copy_of[reader.ids]
         with graph.inserting_before(node):
             valid = _valid_tokens(graph, copy_of[reader.ids], padding_inputs, reader.along)
             new_ids = graph.call_function(ids_of, (ids, reader.along, valid))
         new_ids.meta["example_value"] = example_value(reader.ids)
         node.replace_input_with(ids, new_ids)
-    for site in (each for owner in call.sites for each in owner.attention_calls):
+    for site in (each for owner in given.sites for each in owner.attention_calls):
         node = copy_of[site.call]
         with graph.inserting_before(node):
             mask = None if site.mask is None else copy_of[site.mask]

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import op_table, shapes, walk
-from kvpass.fx.walk import ancestors, example_value, is_tensor, target_name
+from kvpass.fx.walk import ancestors, example_value, is_tensor
 from kvpass.policies.budgets import window_starts
 
 
@@ -90,7 +90,7 @@ def _holds_words(gm: fx.GraphModule, lookup: fx.Node) -> bool:
 
 def _counts(index: fx.Node, argument_of: dict[fx.Node, Any], fits: Plausible) -> bool:
     subgraph = ancestors(index)
-    if any(target_name(node) in op_table.tagged("counts") for node in subgraph):
+    if any(op_table.has_tag(node, "counts") for node in subgraph):
         return True
     inputs = [argument_of[node] for node in subgraph if node.op == "placeholder" and is_tensor(node)]
     integers = [x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]

@@ -325,14 +325,14 @@ def _cut_rotary(
     moved = alias.dependents(subgraph, [rotary.raw, rotary.position], alias_sets)
     check_not_overwritten(moved, subgraph, site.key, alias_sets)
     angles = _angles(subgraph, rotary, alias_sets)
-    rotate_slice = splicing.cut(gm, [site.key], [rotary.raw, *angles], resolve, unpack=True, alias_sets=alias_sets)
-    angle_slice = splicing.cut(gm, angles, [rotary.position], resolve, alias_sets=alias_sets)
-    position, *angle_inputs = (_spec_of(node, sizes) for node in (rotary.position, *angle_slice.bound))
-    rotate_inputs = tuple(_spec_of(node, sizes) for node in (rotary.raw, *rotate_slice.bound))
+    rotate = splicing.cut(gm, [site.key], [rotary.raw, *angles], resolve, unpack=True, alias_sets=alias_sets)
+    angle_subgraph = splicing.cut(gm, angles, [rotary.position], resolve, alias_sets=alias_sets)
+    position, *angle_inputs = (_spec_of(node, sizes) for node in (rotary.position, *angle_subgraph.bound))
+    rotate_inputs = tuple(_spec_of(node, sizes) for node in (rotary.raw, *rotate.bound))
     found = tables_at(rotary.position, subgraph)
     counts = [count for table, dim in found.items() if isinstance(count := example_value(table).shape[dim], int)]
     dtypes, inputs = tuple(example_value(node).dtype for node in angles), (tuple(angle_inputs), rotate_inputs)
-    return RotarySubgraph(angle_slice, rotate_slice, position[0], dtypes, *inputs, min(counts, default=None))
+    return RotarySubgraph(angle_subgraph, rotate, position[0], dtypes, *inputs, min(counts, default=None))
 
 
 def _spec_of(node: fx.Node, sizes: SizeResolver) -> Spec:

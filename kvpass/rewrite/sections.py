@@ -15,7 +15,7 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.fx import op_table, walk
+from kvpass.fx import op_table
 from kvpass.lowering.formats import Sections
 
 
@@ -32,7 +32,7 @@ class SectionInterpreter(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if not any(isinstance(arg, Sections) for arg in op_table.leaves(args)):
             return super().run_node(n)
-        name = walk.target_name(n)
+        name = op_table.operator_name(n)
         apply = getattr(self, n.op)
 
         def call(new: Any) -> Any:
@@ -61,7 +61,7 @@ class PaddedSections(fx.Interpreter):
     """
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function" or walk.target_name(n) not in ("cat", "concat"):
+        if n.op != "call_function" or op_table.operator_name(n) not in ("cat", "concat"):
             return super().run_node(n)
         (sections, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
         dim = kwargs.get("dim", rest[0] if rest else 0) % sections[0].ndim

@@ -80,10 +80,9 @@ class StepGraph:
     """A copy of a step graph during its rewrite.
 
     Attributes:
-        call: the call that the graph is rewritten for.
+        given: the graph and the call that it is rewritten for.
         step_gm, graph: the copy.
-        sites, placeholders, padding_inputs: the call's sites, its placeholders and the inputs that mark padding, in the
-            copy.
+        sites, placeholders, padding_inputs: those of the canonical graph, in the copy.
         argument_of: Dynamo's argument for each placeholder.
         batch, query_len: B and q, which may be dynamic sizes.
         layouts, capacities: for each layer, its layout and its number of slots; capacities and budgets may be dynamic.
@@ -95,26 +94,26 @@ class StepGraph:
         size_nodes: the nodes of sizes that stay dynamic.
     """
 
-    def __init__(self, call: StepRewriteInput) -> None:
-        self.call = call
-        self.step_gm, copy_of = fx_nodes.copy_graph_module(call.canonical_gm)
+    def __init__(self, given: StepRewriteInput) -> None:
+        self.given = given
+        self.step_gm, copy_of = fx_nodes.copy_graph_module(given.canonical_gm)
         self.graph = self.step_gm.graph
-        self.sites = [site.in_copy(copy_of) for site in call.sites]
-        self.slots, self.sizes, self.windows = call.slots, call.sizes, call.windows
-        self.layouts = call.dynamic_layouts or call.layouts
+        self.sites = [site.in_copy(copy_of) for site in given.sites]
+        self.slots, self.sizes, self.windows = given.slots, given.sizes, given.windows
+        self.layouts = given.dynamic_layouts or given.layouts
         self.placeholders = walk.placeholders(self.graph)
-        self.argument_of = dict(zip(self.placeholders, call.arguments, strict=True))
-        self.padding_inputs = call.padding_inputs.in_copy(copy_of)
-        rows = example_value(call.sites[0].key).shape[0]
-        self.batch = call.sizes.resolved_size(rows) if call.sizes.dynamic else call.layouts[0].batch
-        self.query_len = call.sizes.query_len
+        self.argument_of = dict(zip(self.placeholders, given.arguments, strict=True))
+        self.padding_inputs = given.padding_inputs.in_copy(copy_of)
+        rows = example_value(given.sites[0].key).shape[0]
+        self.batch = given.sizes.resolved_size(rows) if given.sizes.dynamic else given.layouts[0].batch
+        self.query_len = given.sizes.query_len
         self.capacities = [
             slots.capacity if isinstance(layout.capacity, int) else layout.capacity
-            for layout, slots in zip(self.layouts, call.slots, strict=True)
+            for layout, slots in zip(self.layouts, given.slots, strict=True)
         ]
-        as_chunk = any(hold_whole_prompt(*each) for each in zip(call.slots, call.layouts, strict=True))
+        as_chunk = any(hold_whole_prompt(*each) for each in zip(given.slots, given.layouts, strict=True))
         self.decodes = bool(self.query_len == 1) and not as_chunk
-        self.stores_unrotated_keys = call.layouts[0].stores_unrotated_keys
+        self.stores_unrotated_keys = given.layouts[0].stores_unrotated_keys
         self.slot_inputs: list[list[fx.Node]] = []
         self.new_inputs: set[fx.Node] = set()
         self.length: fx.Node

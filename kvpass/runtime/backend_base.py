@@ -142,10 +142,10 @@ class BackendBase:
         in_order = inductor.KEEP_THE_ORDER if self.policy.merges else {}
         return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if stores_unrotated_keys else {})
 
-    def rewrite(self, call: StepRewriteInput) -> tuple[StepContext, StepRewrite]:
+    def rewrite(self, given: StepRewriteInput) -> tuple[StepContext, StepRewrite]:
         """Rewrite a step graph onto slots."""
         with self.time_section("kvpass"):
-            context = StepContext(call)
+            context = StepContext(given)
             return context, rewrite_step(context, watch=self.record_pass)
 
     def record_pass(self, record: PassRecord, graph: fx.Graph) -> None:

@@ -25,7 +25,7 @@ from kvpass.torch_private import dynamo
 
 OWN_POSITIONS = (
     "the position ids do not increase by one over the real tokens of a row, from call to call, and cached tokens are "
-    "numbered by their rank instead: leave position_ids out, or pass positions='absolute'"
+    "numbered 0, 1, 2, ... without gaps: leave position_ids out, or pass positions='absolute'"
 )
 PADDING_BETWEEN = (
     "the model's own position ids do not increase by one over the real tokens of a row, for example because they count "

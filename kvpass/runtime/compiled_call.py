@@ -204,7 +204,7 @@ class WatchedCall:
 
 
 class RedirectedForward:
-    """The `forward` of a compiled model, by which direct calls of it are calls of the model.
+    """The `forward` of a compiled model, so that `model.forward(...)` does what `model(...)` does.
 
     Attributes:
         model: the model.

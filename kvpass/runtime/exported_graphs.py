@@ -27,7 +27,7 @@ from kvpass.runtime.step_execution import PreparedStep, StepExecutor, StepInputs
 from kvpass.runtime.steps import StepRunner
 from kvpass.torch_private import inductor
 
-MAX_TOKENS = 1 << 20
+MAX_EXPORTED = 1 << 20
 """The largest number of tokens for which an export evaluates the guards of a graph."""
 MAX_CHUNK_TOKENS = 1 << 13
 """The largest number of tokens in a chunk for which an export evaluates the guards of a graph."""
@@ -81,11 +81,11 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
 
 
 def longest_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: int) -> int:
-    """Return the largest number of tokens, up to `MAX_TOKENS`, in a prompt that a graph's guards allow."""
+    """Return the largest number of tokens, up to `MAX_EXPORTED`, in a prompt that a graph's guards allow."""
     graph, length = runner.inputs, arguments[ids_index].shape[1]
     now = shapes.measure_symbols(graph, arguments)
     moving = {symbol for symbol, number in now.items() if number == length}
-    return _largest(guard_predicate(shapes.guards(graph), now | dict.fromkeys(moving, 2), moving), MAX_TOKENS - 2) + 2
+    return _largest(guard_predicate(shapes.guards(graph), now | dict.fromkeys(moving, 2), moving), MAX_EXPORTED - 2) + 2
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
@@ -177,7 +177,7 @@ def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[s
         sites=[vars(site.facts) for site in runner.sites],
         padding_inputs=list(runner.padding.inputs),
         counters=list(runner.counters),
-        max_length=result.length_before + _largest(runner.holds_after(result), MAX_TOKENS - result.length_before),
+        max_length=result.length_before + _largest(runner.holds_after(result), MAX_EXPORTED - result.length_before),
         ids=ids_index,
         layouts=layout_entries(result.caches),
     )

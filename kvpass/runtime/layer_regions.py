@@ -79,7 +79,7 @@ def _report(text: str, *values: object) -> None:
 
 
 class RegionForward:
-    """The `forward` of a decoder layer, which is traced as a region where `LayerRegions.run` asks for it.
+    """The `forward` of a decoder layer, which Dynamo traces as one region if `LayerRegions.run` calls it.
 
     Dynamo traces this code for every layer, so it has few instructions.
 

@@ -239,25 +239,25 @@ def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionS
         warnings.warn(UNSEEN_PROMPT.format(policy.name), KVPassWarning, stacklevel=2)
 
 
-def _graph_facts(captured: Capture, call: PromptRewriteInput, layers: list[LayerOutputs]) -> PromptGraphFacts:
+def _graph_facts(captured: Capture, given: PromptRewriteInput, layers: list[LayerOutputs]) -> PromptGraphFacts:
     """Return the facts about a graph; `layers` are the outputs of its rewrite."""
-    sites, graph = call.sites, call.canonical_gm.graph
+    sites, graph = given.sites, given.canonical_gm.graph
     placeholders, outputs = walk.placeholders(graph), walk.results(graph)
     sparse_indices = [each for site in sites for each in sparse_index.sparse_indices(site.mask)]
     grown = [pair for each in sparse_indices for pair in sparse_index.cached_scoring_keys(each, outputs)]
     return PromptGraphFacts(
         sites=[site.facts for site in sites],
-        policies=call.policies,
-        stores_unrotated_keys=call.stores_unrotated_keys,
+        policies=given.policies,
+        stores_unrotated_keys=given.stores_unrotated_keys,
         layers=layers,
         outputs=len(outputs),
         module_inputs=[index for index, node in enumerate(placeholders) if dynamo.is_of_module(node)],
         key_projections=[projections.key_projection_indices(site) for site in sites],
         output_projections=[
-            projections.required_projection_index(site, each) for site, each in zip(sites, call.policies, strict=True)
+            projections.required_projection_index(site, each) for site, each in zip(sites, given.policies, strict=True)
         ],
         adopted_past=placeholders.index(sites[0].past_key) if sites[0].past_key else None,
-        constants=[*call.canonical_gm.parameters(), *call.canonical_gm.buffers()],
+        constants=[*given.canonical_gm.parameters(), *given.canonical_gm.buffers()],
         sparse_indices=sparse_indices,
         scoring_outputs=[(outputs.index(node), dim) for node, dim in grown],
         tokens_first=captured.tokens_first,
@@ -282,7 +282,7 @@ class PromptRunner(PromptExecutor):
         canonical_gm, sites = captured.canonical_gm, captured.sites
         policies = policies_by_layer(backend.policy, len(sites))
         _check_policy(backend.policy, policies, sites)
-        call = PromptRewriteInput(
+        given = PromptRewriteInput(
             canonical_gm=canonical_gm,
             sites=sites,
             policies=policies,
@@ -292,13 +292,13 @@ class PromptRunner(PromptExecutor):
             examples=with_heads_first(examples, captured.tokens_first),
             padding_inputs=padding_inputs_of_sites(canonical_gm, sites, step=False),
         )
-        rewrite = rewrite_prompt(call)
-        super().__init__(backend, _graph_facts(captured, call, rewrite.outputs))
+        rewrite = rewrite_prompt(given)
+        super().__init__(backend, _graph_facts(captured, given, rewrite.outputs))
         self.inputs, self.code = splicing.extract(canonical_gm, []).graph, DeferredCode()
         self.checks: tuple[PositionCheck, RotationCheck] | None = None
         if stores_unrotated_keys:
             self.checks = PositionCheck(canonical_gm, sites), RotationCheck(canonical_gm, sites)
-        self.unchecked = PromptCase(captured.dynamo_gm, call) if backend.validate else None
+        self.unchecked = PromptCase(captured.dynamo_gm, given) if backend.validate else None
         self.rewritten_gm: fx.GraphModule | None = rewrite.rewritten_gm
         self.added = symbolic_shapes.AddedGuards()
 

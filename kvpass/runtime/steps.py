@@ -8,6 +8,7 @@ from typing import Any
 
 from kvpass.cache.handle import check_order_and_lengths, current_cache, handles_of, with_heads_first
 from kvpass.cache.layer_cache import LayerCache
+from kvpass.cache.layout import Layout
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture
 from kvpass.capture.padding_analysis import padding_inputs_of_sites
@@ -24,7 +25,7 @@ from kvpass.runtime.cache_changes import grow_for, longer_placeholder
 from kvpass.runtime.call_context import publish_run
 from kvpass.runtime.checks import StepVerifier, describe_wrong_mask
 from kvpass.runtime.padding_tracker import PaddingTracker
-from kvpass.runtime.sizes import SizeInterpretation, StepSizeReader
+from kvpass.runtime.sizes import CallSizes, SizeInterpretation, StepSizeReader
 from kvpass.runtime.step_execution import PreparedStep, StepExecutor, StepInputs, StepResult
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
 from kvpass.torch_private import dynamo, symbolic_shapes, tensors
@@ -148,43 +149,51 @@ class StepRunner(StepExecutor):
 
     def _find_variant(self, inputs: StepInputs, key: ShapeKey) -> CompiledVariant:
         """Return a variant of the graph for inputs with this key."""
-        caches, arguments, other_sizes = inputs.caches, inputs.arguments, inputs.other_sizes
-        sizes = self.sizes.call_sizes(caches, arguments)
+        caches, other_sizes = inputs.caches, inputs.other_sizes
+        sizes = self.sizes.call_sizes(caches, inputs.arguments)
         kind = (sizes.counters, sizes.windows, inputs.known_padding, inputs.compact)
-        tied = self.sizes.share_symbols(other_sizes, sizes.numbers)
         call = (*kind, other_sizes, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
         variant = self.variants.find(call, key)
         if variant is not None:
             return variant
+        shared = None
+        if self.backend.has_dynamic_sizes(caches[0].layout.device):
+            tied = self.sizes.share_symbols(other_sizes, sizes.numbers)
+            headroom = tuple((key.shared_layout(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
+            shared = (*kind, tied, headroom)
 
-        def rewrite_for_call(dynamic: DynamicDims | None) -> StepRewrite:
-            by_index = dynamic.by_index if dynamic else {}
-            layouts = [key.dynamic_layout(i, cache.layout, by_index) for i, cache in enumerate(caches) if dynamic]
-            step = StepRewriteInput(
-                canonical_gm=self.canonical_gm,
-                sites=self.sites,
-                layouts=[cache.layout for cache in caches],
-                slots=[cache.slots for cache in caches],
-                arguments=arguments,
-                sizes=self.sizes.resolve(sizes, tied if dynamic else other_sizes, dynamic),
-                length=caches[0].length,
-                windows=sizes.windows,
-                padding_inputs=self.padding.as_padding_inputs(inputs.known_padding, self.placeholders),
-                compact=inputs.compact,
-                dynamic_layouts=layouts,
-            )
-            return self._rewrite(step)
+        def rewrite(dynamic: DynamicDims | None) -> StepRewrite:
+            return self._rewrite(self._rewrite_input(inputs, key, sizes, dynamic))
 
-        has_dynamic_sizes = self.backend.has_dynamic_sizes(caches[0].layout.device)
-        headroom = tuple((key.shared_layout(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
         with dynamo.compile_lock():
             variant = self.variants.find(call, key)
             if variant is not None:  # another thread has rewritten it meanwhile
                 return variant
-            shared = (*kind, tied, headroom) if has_dynamic_sizes else None
-            variant = self.variants.make(call, shared, key, self.query_len(arguments) == 1, rewrite_for_call)
+            variant = self.variants.make(call, shared, key, self.query_len(inputs.arguments) == 1, rewrite)
             self.sizes.rewritten_interpretations.put(other_sizes, True)
         return variant
+
+    def _rewrite_input(
+        self, inputs: StepInputs, key: ShapeKey, sizes: CallSizes, dynamic: DynamicDims | None
+    ) -> StepRewriteInput:
+        """Return what the graph is rewritten for: these inputs, and others that differ in the dynamic sizes."""
+        caches, other_sizes, dynamic_layouts = inputs.caches, inputs.other_sizes, list[Layout]()
+        if dynamic is not None:
+            other_sizes = self.sizes.share_symbols(other_sizes, sizes.numbers)
+            dynamic_layouts = [key.dynamic_layout(i, x.layout, dynamic.by_index) for i, x in enumerate(caches)]
+        return StepRewriteInput(
+            canonical_gm=self.canonical_gm,
+            sites=self.sites,
+            layouts=[cache.layout for cache in caches],
+            slots=[cache.slots for cache in caches],
+            arguments=inputs.arguments,
+            sizes=self.sizes.resolve(sizes, other_sizes, dynamic),
+            length=caches[0].length,
+            windows=sizes.windows,
+            padding_inputs=self.padding.as_padding_inputs(inputs.known_padding, self.placeholders),
+            compact=inputs.compact,
+            dynamic_layouts=dynamic_layouts,
+        )
 
     def _choose_interpretation(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], known_padding: frozenset[int]
@@ -205,14 +214,14 @@ class StepRunner(StepExecutor):
                 return interpretation
         raise refusals[0]
 
-    def _rewrite(self, call: StepRewriteInput) -> StepRewrite:
+    def _rewrite(self, given: StepRewriteInput) -> StepRewrite:
         """Rewrite the graph for a call, and validate the first rewrite.
 
         Later rewrites differ in sizes, in whether the step compacts, and in how they read the mask of cached tokens.
         Only tests validate them.
         """
         with walk.converting_errors(site.call for site in self.sites):
-            context, rewrite = self.backend.rewrite(call)
+            context, rewrite = self.backend.rewrite(given)
             if self.backend.validate and self.validation is None:
                 self._validate(context, rewrite)
         return rewrite
@@ -220,7 +229,7 @@ class StepRunner(StepExecutor):
     def _validate(self, context: StepContext, rewrite: StepRewrite) -> None:
         policy = context.layouts[0].policy
         if policy.scales_logits or policy.biases:
-            plain = context.call.with_layouts(lambda x: dataclasses.replace(x, policy=x.policy.with_plain_logits()))
+            plain = context.given.with_layouts(lambda x: dataclasses.replace(x, policy=x.policy.with_plain_logits()))
             context = StepContext(plain)
             rewrite = rewrite_step(context)
         assert self.dynamo_gm is not None

@@ -59,7 +59,7 @@ def _set_action(name: str, codes: Iterable[types.CodeType]) -> None:
 
 
 def is_traced() -> bool:
-    """Return whether Dynamo, or torch.export, traces the function that asks.
+    """Return whether Dynamo or torch.export is tracing the caller.
 
     This asks Dynamo, because torch.compiler.is_compiling() is also true while another thread compiles.
     """

@@ -201,7 +201,7 @@ def trace(function: Callable[..., Any], examples: Sequence[Any]) -> fx.GraphModu
 
 
 class UnwrappedSubclasses:
-    """Conversion of the arguments of one graph from tensor subclasses to the tensors that the graph expects.
+    """Convert the arguments of one graph from tensor subclasses to the tensors that the graph expects.
 
     Dynamo traces through the `__torch_function__` of some classes, a handle's among them: their tensors are plain
     tensors in the graph.  In that case it turns `__torch_function__` off around the graph, for all tensors.  But

@@ -125,7 +125,7 @@ def test_a_stale_handle_is_noticed(model: torch.nn.Module) -> None:
     follow(compiled, cache, ids[:, :2])
     for layer, handles in zip(cache.layers, old, strict=True):  # type: ignore[attr-defined]
         layer.keys, layer.values = handles
-    with pytest.raises(kvpass.CacheHandleError, match=r"14 tokens and has since continued to 16"):
+    with pytest.raises(kvpass.CacheHandleError, match=r"after 14 tokens, and its conversation has 16 now"):
         follow(compiled, cache, ids[:, 2:3])
 
 
@@ -301,7 +301,7 @@ def test_layers_of_two_conversations_are_told_by_their_counts(model: torch.nn.Mo
     if torch.__version__ < "2.12":  # in these versions Dynamo's sizes contradict each other before any backend runs
         refused, said = TorchRuntimeError, "scaled_dot_product_attention"
     else:
-        refused, said = kvpass.CacheHandleError, r"stand at \[14, 16\] tokens"
+        refused, said = kvpass.CacheHandleError, r"hold \[14, 16\] tokens"
     with pytest.raises(refused, match=said):
         follow(compiled, cache, ids[:, 2:3])
 

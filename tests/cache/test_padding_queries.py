@@ -87,7 +87,7 @@ def test_outputs_for_padding_and_scores_are_finite(
         layout, slots = slots_of(policy, dtype)
         new = stretch(1, real, dtype)
         mask = hiding(slots, real, low, boolean, dtype, sees)
-        call = CachedAttention(0.3, mask, hidden_logit=hidden, decomposed=spelled, knows_padding=True, **how)
+        call = CachedAttention(0.3, mask, hidden_logit=hidden, decomposed=spelled, has_padding_inputs=True, **how)
         before = slots.length.clone()
         check(
             decode_step(layout, call, slots, NewTokens(new.q, new.k, new.v, real[:, 0])),
@@ -102,7 +102,7 @@ def test_outputs_for_padding_and_scores_are_finite(
         layout, slots = slots_of(policy, dtype)
         new = stretch(3, real, dtype)
         mask = hiding(slots, real, low, boolean, dtype, sees)
-        call = CachedAttention(0.3, mask, hidden_logit=hidden, decomposed=spelled, knows_padding=True, **how)
+        call = CachedAttention(0.3, mask, hidden_logit=hidden, decomposed=spelled, has_padding_inputs=True, **how)
         attended = chunk_step(layout, call, slots, NewTokens(new.q, new.k, new.v, real))
         check(attended, real, list(attended.statistics))
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpass.policies.base import Tokens
-from kvpass.policies.budgets import MAX_TOKENS, share_of
+from kvpass.policies.budgets import MAX_BUDGET, share_of
 from kvpass.policies.h2o import H2O
 
 THIRDS = [1 / 3, 2 / 3, 0.9999999999999999, 1e-20, 5e-324, 0.29, 0.0, 1.0]
@@ -19,9 +19,9 @@ THIRDS = [1 / 3, 2 / 3, 0.9999999999999999, 1e-20, 5e-324, 0.29, 0.0, 1.0]
 
 @given(
     fraction=st.sampled_from(THIRDS) | st.floats(0, 1),
-    counts=st.lists(st.integers(0, 1 << 13) | st.integers(0, MAX_TOKENS), min_size=1, max_size=4),
+    counts=st.lists(st.integers(0, 1 << 13) | st.integers(0, MAX_BUDGET), min_size=1, max_size=4),
 )
-@example(fraction=2 / 3, counts=[3096, MAX_TOKENS])
+@example(fraction=2 / 3, counts=[3096, MAX_BUDGET])
 @example(fraction=0.29, counts=[100, 200])
 def test_shares_are_rounded_down_exactly(fraction: float, counts: list[int]) -> None:
     exact = [math.floor(Fraction(str(fraction)) * count) for count in counts]
@@ -31,7 +31,7 @@ def test_shares_are_rounded_down_exactly(fraction: float, counts: list[int]) -> 
 
 @pytest.mark.parametrize("alpha", [1.0, 4 / 3, 3.0, 1e18, 1e300])
 def test_a_multiple_of_a_number_is_exact(alpha: float) -> None:
-    for count in (0, 1, 4096, MAX_TOKENS):
+    for count in (0, 1, 4096, MAX_BUDGET):
         assert share_of(count, alpha) == math.floor(Fraction(str(alpha)) * count)
 
 

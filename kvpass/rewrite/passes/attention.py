@@ -93,7 +93,7 @@ class _AttentionReplacement:
             "computed": computed.subgraph.bound if computed else (),
             "sink_logit": [] if site.sink_logit is None else [site.sink_logit],
             "policy_weights": step.policy_weights.of_layers[layer],
-            "write_index": step.write_indices[layer : layer + 1],
+            "write_slots": step.write_indices[layer : layer + 1],
         }
         nodes = [x for group in operands.values() for x in group]
         parts = _LayerStepParts(layout, site, mask, rotary, pairs, computed, bool(step.padding_inputs.by_layer[layer]))
@@ -114,7 +114,7 @@ class _AttentionReplacement:
 
     def _shared_layout(self, layer: int) -> tuple[Layout, int]:
         """Return a layer's layout and number of slots, without a dynamic capacity that only this layer has."""
-        layout = dataclasses.replace(self.step.call.layouts[layer], layer=0)  # a layer's own weights are inputs
+        layout = dataclasses.replace(self.step.given.layouts[layer], layer=0)  # a layer's own weights are inputs
         slots = self.step.slots[layer].capacity
         owns_capacity = layer in self.step.size_nodes.layer_of.values()
         return (dataclasses.replace(layout, capacity=0), 0) if owns_capacity else (layout, slots)
@@ -142,7 +142,7 @@ class _AttentionReplacement:
                 return results(chunk_step(layout, call, slots, new))
             new = new._replace(valid=new.valid[:, 0])
             if first:
-                return results(decode_step(layout, call, slots, new, step.call.compact))
+                return results(decode_step(layout, call, slots, new, step.given.compact))
             return results(read_step(layout, call, slots, new))
 
         return step.trace(function, nodes, layer)
@@ -225,7 +225,7 @@ class _LayerStepParts:
     rotary: RotarySubgraph | None
     pairs: RotaryPairs | None
     computed: ComputedKeys | None
-    knows_padding: bool  # whether inputs mark padding, which is then not cached
+    has_padding_inputs: bool  # see `CachedAttention`
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -233,7 +233,7 @@ class _LayerStepParts:
         site = self.attention
         facts = (site.scale, site.cap, site.sink_logit is None, site.lse is None, site.hidden_logit, site.decomposed)
         rotary, computed = self.rotary and (self.rotary.key, self.pairs), self.computed and self.computed.subgraph.key
-        return (self.mask and self.mask.key, rotary, computed, *facts, self.knows_padding)
+        return (self.mask and self.mask.key, rotary, computed, *facts, self.has_padding_inputs)
 
     def call(self, operands: dict[str, list[Tensor]]) -> CachedAttention:
         """Return the attention call with the tensors that its parts read."""
@@ -253,8 +253,8 @@ class _LayerStepParts:
             lse=self.attention.lse is not None,
             hidden_logit=self.attention.hidden_logit,
             decomposed=self.attention.decomposed,
-            knows_padding=self.knows_padding,
-            write_index=operands["write_index"][0] if operands["write_index"] else None,
+            has_padding_inputs=self.has_padding_inputs,
+            write_slots=operands["write_slots"][0] if operands["write_slots"] else None,
         )
 
 

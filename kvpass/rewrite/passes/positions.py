@@ -86,7 +86,7 @@ class _LengthArithmetic:
                 continue
             if node.target is torch.arange:
                 self._arange_on_length(node)
-            elif any(walk.is_tensor(arg) for arg in node.args) and walk.target_name(node) in _ARITHMETIC:
+            elif any(walk.is_tensor(arg) for arg in node.args) and op_table.operator_name(node) in _ARITHMETIC:
                 self.rewritten.append(node.name)
                 with self.graph.inserting_before(node):
                     node.args = tuple(self._on_length(arg) if arg in growing else arg for arg in node.args)
@@ -119,7 +119,7 @@ class _LengthArithmetic:
         """Replace slices of tables whose ends grow by lookups; return the key indices of these lookups."""
         key_indices: list[fx.Node] = []
         for node in list(self.graph.nodes):
-            if walk.target_name(node) != "getitem" or not walk.is_tensor(node.args[0]):
+            if op_table.operator_name(node) != "getitem" or not walk.is_tensor(node.args[0]):
                 continue
             base, parts = node.args[0], op_table.subscript(node)
             growing = self._growing_slices(node, parts)

@@ -45,15 +45,15 @@ class StepCase:
     pasts: Sequence[tuple[int, int]]
 
     @property
-    def call(self) -> StepRewriteInput:
+    def given(self) -> StepRewriteInput:
         """The current call on the canonical graph; nothing writes to its slots."""
-        return self.context.call
+        return self.context.given
 
     @functools.cached_property
     def padding_inputs(self) -> dict[fx.Node, int]:
         """The inputs that mark padding, and their indices."""
-        placeholders = walk.placeholders(self.call.canonical_gm.graph)
-        return {node: placeholders.index(node) for nodes in self.call.padding_inputs.by_layer for node in nodes}
+        placeholders = walk.placeholders(self.given.canonical_gm.graph)
+        return {node: placeholders.index(node) for nodes in self.given.padding_inputs.by_layer for node in nodes}
 
     @functools.cached_property
     def written_inputs(self) -> frozenset[int]:
@@ -72,7 +72,7 @@ class StepCase:
     @functools.cached_property
     def most_keys(self) -> float:
         """The most keys of which sparse indices select all; on slots a sparse index hides no key."""
-        masks = dict.fromkeys(each.mask for site in self.call.sites for each in site.attention_calls)
+        masks = dict.fromkeys(each.mask for site in self.given.sites for each in site.attention_calls)
         indices = [index.limit for mask in masks for index in sparse_index.sparse_indices(mask)]
         return min((most for most in indices if most is not None), default=math.inf)
 
@@ -114,17 +114,17 @@ class Conversation:
         arguments_without_past: the arguments without the past.
     """
 
-    def __init__(self, step: StepCase, plan: ConversationPlan) -> None:
-        self.step, self.plan, self.count = step, plan, plan.count
-        self.batch = step.call.layouts[0].batch
-        self.placeholders = walk.placeholders(step.dynamo_gm.graph)
+    def __init__(self, case: StepCase, plan: ConversationPlan) -> None:
+        self.case, self.plan, self.count = case, plan, plan.count
+        self.batch = case.given.layouts[0].batch
+        self.placeholders = walk.placeholders(case.dynamo_gm.graph)
         # For each argument that is a past, its layer, and 0 for keys or 1 for values.
-        self._pasts = {index: (i, kind) for i, pair in enumerate(step.pasts) for kind, index in enumerate(pair)}
-        self.tokens_cut = step.call.length - plan.count
+        self._pasts = {index: (i, kind) for i, pair in enumerate(case.pasts) for kind, index in enumerate(pair)}
+        self.tokens_cut = case.given.length - plan.count
         self.valid = self._valid()
-        self.stored = [min(plan.count, window or plan.count) for window in step.context.windows]
-        self.kept = [self._choose_kept(layer) for layer in range(len(step.call.layouts))]
-        self.signature = step.rewrite.signature.with_numbers(symbolic_shapes.size_hint)
+        self.stored = [min(plan.count, window or plan.count) for window in case.context.windows]
+        self.kept = [self._choose_kept(layer) for layer in range(len(case.given.layouts))]
+        self.signature = case.rewrite.signature.with_numbers(symbolic_shapes.size_hint)
         self._rows: dict[Any, tuple[EncodedVectors, EncodedVectors]] = {}
         self._rotated: dict[Any, Tensor] = {}
         self.arguments_without_past = self._plain_arguments()
@@ -134,13 +134,13 @@ class Conversation:
         # Padding needs an input that marks it, and positions among the arguments would not count it.  A gap changes
         # ranks.
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
-        has_positions = self.step.stores_unrotated_keys and self.step.context.rotations.positions
-        if self.plan.pads_left and self.step.context.padding_inputs.known and not has_positions:
+        has_positions = self.case.stores_unrotated_keys and self.case.context.rotations.positions
+        if self.plan.pads_left and self.case.context.padding_inputs.known and not has_positions:
             for row in range(self.batch):
                 valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
-                if self.plan.has_gap and not self.step.stores_unrotated_keys and self.count >= 6:
+                if self.plan.has_gap and not self.case.stores_unrotated_keys and self.count >= 6:
                     valid[row, self.count // 2 + row % 2] = False
-        inputs = [self.step.call.arguments[index] for index in self.step.padding_inputs.values()]
+        inputs = [self.case.given.arguments[index] for index in self.case.padding_inputs.values()]
         if any(column.numel() == column.shape[-1] for column in inputs):  # it marks the same tokens in every row
             valid[:] = valid[:1].clone()
         return valid
@@ -148,7 +148,7 @@ class Conversation:
     def _choose_kept(self, layer: int) -> Tensor:
         """Return all stored tokens if they fit, else tokens at both ends, near tokens of interest, and random ones."""
         stored = self.stored[layer]
-        capacity = min(part.capacity for part in self.step.call.slots[layer].by_class) - self.step.context.decodes
+        capacity = min(part.capacity for part in self.case.given.slots[layer].by_class) - self.case.context.decodes
         first = self.count - stored
         if self.plan.dropped:  # at least one token is cached
             last = max(self.count - self.plan.dropped, first + 1)
@@ -166,12 +166,12 @@ class Conversation:
         kept, stored = self.kept[layer], self.stored[layer]
         if len(kept) == stored:
             return None
-        new = torch.arange(stored, stored + self.step.query_len)
-        return torch.cat([kept - self.count + stored, new]).to(self.step.call.layouts[layer].device)
+        new = torch.arange(stored, stored + self.case.query_len)
+        return torch.cat([kept - self.count + stored, new]).to(self.case.given.layouts[layer].device)
 
     def rows(self, layer: int) -> tuple[EncodedVectors, EncodedVectors]:
         """Return keys and values [B, Hkv, stored, D] in the slots' formats; equal layers share them."""
-        layout, stored_count = self.step.call.layouts[layer], self.stored[layer]
+        layout, stored_count = self.case.given.layouts[layer], self.stored[layer]
         shape = (layout.batch, layout.heads, stored_count)
         kind = (layout.key_format, layout.value_format, layout.dtype, layout.kv_dtype, shape)
         if kind not in self._rows:
@@ -187,15 +187,15 @@ class Conversation:
     def _plain_arguments(self) -> tuple[Any, ...]:
         """Return the arguments of the call without the past, cut to the length of the conversation."""
         arguments = [self._cut_argument(i, node) for i, node in enumerate(self.placeholders)]
-        padding_inputs = self.step.padding_inputs.values()
+        padding_inputs = self.case.padding_inputs.values()
         for i, argument in enumerate(arguments):
             if i not in padding_inputs and i not in self._pasts and self._is_ids(argument):
                 arguments[i] = self._continue_ids(argument)
-        for node, index in self.step.padding_inputs.items():
-            if node in self.step.call.padding_inputs.known:
+        for node, index in self.case.padding_inputs.items():
+            if node in self.case.given.padding_inputs.known:
                 arguments[index] = self._mark_padding(arguments[index])
-        for index in self.step.context.rotations.positions:
-            counted = torch.arange(self.count, self.count + self.step.query_len)
+        for index in self.case.context.rotations.positions:
+            counted = torch.arange(self.count, self.count + self.case.query_len)
             arguments[index] = counted.expand(arguments[index].shape).to(arguments[index])
         return tuple(arguments)
 
@@ -205,8 +205,8 @@ class Conversation:
 
     def _continue_ids(self, ids: Tensor) -> Tensor:
         """Make positions continue this conversation, and change token ids if the plan says so."""
-        new, total = self.step.query_len, self.count + self.step.query_len
-        if ids.shape[-1] == new and bool((ids.amax(-1) == self.step.call.length + new - 1).all()):
+        new, total = self.case.query_len, self.count + self.case.query_len
+        if ids.shape[-1] == new and bool((ids.amax(-1) == self.case.given.length + new - 1).all()):
             return (ids - self.tokens_cut).clamp(min=0)
         if self.plan.ids is None or ids.shape[-1] != total or ids.is_cuda:
             return ids
@@ -215,7 +215,7 @@ class Conversation:
         return changed
 
     def _cut_argument(self, index: int, node: fx.Node) -> Any:
-        argument, sizes = self.step.call.arguments[index], self.step.call.sizes
+        argument, sizes = self.case.given.arguments[index], self.case.given.sizes
         if isinstance(argument, int) and not isinstance(argument, bool):
             return argument - self.tokens_cut if sizes.grows(example_value(node)) else argument
         if not isinstance(argument, Tensor) or isinstance(argument, torch.nn.Parameter) or index in self._pasts:
@@ -226,14 +226,14 @@ class Conversation:
 
     def _sample_entries(self, size: int) -> Tensor:
         """Return indices into entries for all tokens: some earlier ones, repeated if too few, and all new ones."""
-        seen, generator = self.step.call.length, torch.Generator().manual_seed(size)
+        seen, generator = self.case.given.length, torch.Generator().manual_seed(size)
         times = -(-self.count // seen)
         before = torch.cat([torch.randperm(seen, generator=generator) for _ in range(times)])[: self.count]
         return torch.cat([before.sort().values, torch.arange(seen, size)])
 
     def plain_argument(self, index: int) -> Any:
         """Return an argument that is not a past, as a copy if a graph may write to it."""
-        return copy_unless_constant(self.arguments_without_past[index], index in self.step.written_inputs)
+        return copy_unless_constant(self.arguments_without_past[index], index in self.case.written_inputs)
 
     def _mark_padding(self, column: Tensor) -> Tensor:
         """Return an input that marks padding, for this conversation; the new tokens are real."""
@@ -250,14 +250,14 @@ class Conversation:
         if index not in self._pasts:
             return self.plain_argument(index)
         layer, kind = self._pasts[index]
-        rows = self.rows(layer)[kind].read_as(self.step.call.layouts[layer].dtype)
-        if kind == 0 and self.step.stores_unrotated_keys and rotated:
+        rows = self.rows(layer)[kind].read_as(self.case.given.layouts[layer].dtype)
+        if kind == 0 and self.case.stores_unrotated_keys and rotated:
             rows = self._as_cached(layer, rows)
-        return split_heads(rows, self.step.call.arguments[index].shape[1])
+        return split_heads(rows, self.case.given.arguments[index].shape[1])
 
     def _as_cached(self, layer: int, key: Tensor) -> Tensor:
         """Return keys as the model caches them, rotated."""
-        rotary = self.step.context.rotations.subgraphs[layer].with_numbers()
+        rotary = self.case.context.rotations.subgraphs[layer].with_numbers()
         nodes = [*rotary.angles.bound, *rotary.rotate.bound]
         follows = self.positions_follow_padding(layer)
         kind = (rotary.key, tuple(node.name for node in nodes), key.shape, key.dtype, follows)
@@ -267,9 +267,9 @@ class Conversation:
 
     def positions_follow_padding(self, layer: int) -> bool:
         """Return whether the model's own positions count real tokens only."""
-        site = self.step.call.sites[layer]
+        site = self.case.given.sites[layer]
         rotary = None if self.valid.all() else find_rotary(site)
-        return rotary is not None and not self.step.padding_inputs.keys().isdisjoint(walk.ancestors(rotary.position))
+        return rotary is not None and not self.case.padding_inputs.keys().isdisjoint(walk.ancestors(rotary.position))
 
     def _rotate(self, rotary: RotarySubgraph, key: Tensor, follows: bool, bound: list[Any]) -> Tensor:
         table = rotary.table(self.count, bound[: len(rotary.angles.bound)], key.device)
@@ -279,7 +279,7 @@ class Conversation:
 
     def _evaluate(self, nodes: list[fx.Node]) -> list[Any]:
         """Return the values of nodes that depend on no token, such as frequencies."""
-        named = {node.name: node for node in self.step.dynamo_gm.graph.nodes}
-        cut_gm = splicing.extract(self.step.dynamo_gm, [named[node.name] for node in nodes])
+        named = {node.name: node for node in self.case.dynamo_gm.graph.nodes}
+        cut_gm = splicing.extract(self.case.dynamo_gm, [named[node.name] for node in nodes])
         inputs = enumerate(walk.placeholders(cut_gm.graph))
         return list(cut_gm.forward(*(self.argument(i, rotated=False) if node.users else None for i, node in inputs)))

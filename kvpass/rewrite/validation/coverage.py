@@ -17,7 +17,7 @@ from kvpass.fx.shapes import LENGTH, text
 from kvpass.fx.walk import example_value, is_size
 from kvpass.torch_private import dynamo
 
-MAX_TOKENS = 4200
+MAX_COVERED = 4200
 """The largest number of tokens in the synthetic conversation of a validation."""
 EXACT_LIMITS = {torch.int8: 128, torch.uint8: 256, torch.bfloat16: 256, torch.int16: 1 << 15, torch.float16: 2048}
 """The first integers beyond which narrow dtypes cannot represent the next one."""
@@ -30,16 +30,16 @@ _ARITHMETIC = op_table.tagged("compares", "adds") | {
 def length_constants(graph: fx.Graph) -> list[int]:
     """Return sorted numbers at which a graph may change: constants in integer arithmetic, table sizes and dtype limits.
 
-    Only numbers from 3 to `MAX_TOKENS` are returned.
+    Only numbers from 3 to `MAX_COVERED` are returned.
     """
     found = {abs(number) for node in graph.nodes for number in (*_numbers(node), *_tables(node), *_narrow(node))}
     found |= {abs(int(number)) for guard in shapes.guards(graph) for number in guard.atoms(sympy.Integer)}
-    return sorted(number for number in found if 2 < number <= MAX_TOKENS)
+    return sorted(number for number in found if 2 < number <= MAX_COVERED)
 
 
 def smallest_table(graph: fx.Graph) -> int:
-    """Return the number of entries of the smallest table in which the graph looks something up, or `MAX_TOKENS`."""
-    return min((number for node in graph.nodes for number in _tables(node)), default=MAX_TOKENS)
+    """Return the number of entries of the smallest table in which the graph looks something up, or `MAX_COVERED`."""
+    return min((number for node in graph.nodes for number in _tables(node)), default=MAX_COVERED)
 
 
 def _numbers(node: fx.Node) -> Iterator[int]:

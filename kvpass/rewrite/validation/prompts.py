@@ -30,7 +30,7 @@ LENGTHS = (11, 13, 17, 19, 23, 9, 7)
 """Lengths of a synthetic prompt; the first that differs from the graph's other sizes is taken."""
 ROWS = (3, 5, 2)
 """Numbers of rows, chosen in the same way."""
-MAX_TOKENS = 64
+MAX_FULLY_COMPARED_TOKENS = 64
 """Prompts with more tokens than this, all rows together, run one layer of each kind only."""
 MAX_LENGTH, MORE = 600, 3
 """The length of the longest prompts beyond constants of a graph, and the most such prompts."""
@@ -43,17 +43,17 @@ class PromptCase:
     """A prompt graph, as the model's own and as the canonical one that is rewritten."""
 
     dynamo_gm: fx.GraphModule
-    call: PromptRewriteInput
+    given: PromptRewriteInput
 
     @functools.cached_property
     def padding_inputs(self) -> list[int]:
         """The indices of the inputs that mark padding."""
-        return [*map(walk.placeholders(self.call.canonical_gm.graph).index, self.call.padding_inputs[0])]
+        return [*map(walk.placeholders(self.given.canonical_gm.graph).index, self.given.padding_inputs[0])]
 
     def rewrite(self) -> PromptRewrite:
         """Return the rewritten graph, with the model's own logits."""
-        plain = [each.with_plain_logits() if each.scales_logits else each for each in self.call.policies]
-        return rewrite_prompt(dataclasses.replace(self.call, policies=plain))
+        plain = [each.with_plain_logits() if each.scales_logits else each for each in self.given.policies]
+        return rewrite_prompt(dataclasses.replace(self.given, policies=plain))
 
     @functools.cached_property
     def written_inputs(self) -> frozenset[int]:
@@ -82,7 +82,7 @@ def _longer_prompts(prompt: PromptCase, arguments: tuple[Any, ...]) -> Iterator[
     lengths = [number + 2 for number in length_constants(prompt.dynamo_gm.graph) if LENGTHS[0] < number <= MAX_LENGTH][
         -MORE:
     ]
-    if example_value(prompt.call.sites[0].query).device.type != "cpu":  # a lookup out of range cannot be caught there
+    if example_value(prompt.given.sites[0].query).device.type != "cpu":  # a lookup out of range cannot be caught there
         lengths = [number for number in lengths if number <= smallest_table(prompt.dynamo_gm.graph)]
     yield from _make_prompts(prompt, arguments, lengths, 2)
 
@@ -110,7 +110,7 @@ class _ComparedCall:
 def _calls(prompt: PromptCase, arguments: tuple[Any, ...]) -> Iterator[_ComparedCall]:
     """Yield synthetic prompts, if the graph serves other sizes, then the current call."""
     yield from _make_prompts(prompt, arguments, LENGTHS, max(ROWS))
-    current = shapes.measure_symbols(prompt.call.canonical_gm.graph, arguments)
+    current = shapes.measure_symbols(prompt.given.canonical_gm.graph, arguments)
     call = _prompt_call(prompt, arguments, current, "on a prompt")
     if call is not None:
         yield call
@@ -120,8 +120,8 @@ def _make_prompts(
     prompt: PromptCase, arguments: tuple[Any, ...], lengths: Sequence[int], most_rows: int
 ) -> Iterator[_ComparedCall]:
     """Yield prompts of some lengths, if the graph serves them."""
-    inputs = walk.placeholders(prompt.call.canonical_gm.graph)
-    current = shapes.measure_symbols(prompt.call.canonical_gm.graph, arguments)
+    inputs = walk.placeholders(prompt.given.canonical_gm.graph)
+    current = shapes.measure_symbols(prompt.given.canonical_gm.graph, arguments)
     for sizes in _other_sizes(prompt, inputs, current, lengths, most_rows):
         changed = tuple(_resize(node, x, sizes) for node, x in zip(inputs, arguments, strict=True))
         call = _prompt_call(prompt, _with_padding(prompt, changed), sizes, "on a synthetic prompt")
@@ -137,11 +137,11 @@ def _other_sizes(
     A symbol that equals the length, or else the number of rows, in the current call changes with it.  Inputs that mark
     padding must have one row, or all rows.
     """
-    site = prompt.call.sites[0]
+    site = prompt.given.sites[0]
     length, rows = expr(site.query_len), expr(example_value(site.key).shape[0])
     if not length.is_Symbol or length not in current or site.past_key is not None:
         return
-    guards = shapes.guards(prompt.call.canonical_gm.graph)
+    guards = shapes.guards(prompt.given.canonical_gm.graph)
     taken = {
         size
         for node in (site.query, site.key, site.value)
@@ -213,7 +213,7 @@ def _prompt_call(
     prompt: PromptCase, arguments: tuple[Any, ...], sizes: dict[Any, int], label: str
 ) -> _ComparedCall | None:
     """Return a call with these arguments; None if its sizes are unknown."""
-    site = prompt.call.sites[0]
+    site = prompt.given.sites[0]
     try:
         rows, query_len = shapes.number(example_value(site.key).shape[0], sizes), shapes.number(site.query_len, sizes)
     except TypeError:  # not all symbols are sizes of inputs
@@ -228,18 +228,18 @@ def _prompt_call(
 
 def _compare(prompt: PromptCase, call: _ComparedCall, one_of_each: bool) -> None:
     """Run the three graphs on one prompt and compare them, up to the last new kind of layer if `one_of_each`."""
-    device = example_value(prompt.call.sites[0].query).device
-    is_cut = one_of_each or call.rows * call.query_len > MAX_TOKENS
-    last = last_new_kind(prompt.call.canonical_gm.graph, prompt.call.sites) if is_cut else None
-    query_len = None
+    device = example_value(prompt.given.sites[0].query).device
+    is_cut = one_of_each or call.rows * call.query_len > MAX_FULLY_COMPARED_TOKENS
+    last = last_new_kind(prompt.given.canonical_gm.graph, prompt.given.sites) if is_cut else None
+    queries = None
     if call.query_len > MAX_QUERIES:
         sampled = torch.randperm(call.query_len, generator=torch.Generator().manual_seed(0))[: MAX_QUERIES - 2].tolist()
-        query_len = torch.tensor(sorted({*sampled, 0, call.query_len - 1}), device=device)
-    graphs = (prompt.dynamo_gm, prompt.call.canonical_gm, prompt.call.sites)
-    lockstep = Lockstep(*graphs, call.argument, call.query_len, call.label, last, query_len, call.real.to(device))
-    wanted = lockstep.run_model()
+        queries = torch.tensor(sorted({*sampled, 0, call.query_len - 1}), device=device)
+    graphs = (prompt.dynamo_gm, prompt.given.canonical_gm, prompt.given.sites)
+    lockstep = Lockstep(*graphs, call.argument, call.query_len, call.label, last, queries, call.real.to(device))
+    expected = lockstep.run_model()
     lockstep.run_canonical()
-    if any(policy.renumbers for policy in prompt.call.policies):  # which also changes positions
+    if any(policy.renumbers for policy in prompt.given.policies):  # which also changes positions
         return
     rewrite = prompt.rewrite()
     visits: dict[fx.Node, Visit] = {}
@@ -251,5 +251,5 @@ def _compare(prompt: PromptCase, call: _ComparedCall, one_of_each: bool) -> None
     try:
         actual = GraphRun(rewrite.rewritten_gm, call.argument, visits, lockstep.caches).run_to(end)
     except DoesNotRun as error:
-        lockstep.refuse(prompt.call.sites[0], f"the rewritten graph does not run: {error}")
-    lockstep.compare_outputs(actual[: len(wanted)], wanted, ())
+        lockstep.refuse(prompt.given.sites[0], f"the rewritten graph does not run: {error}")
+    lockstep.compare_outputs(actual[: len(expected)], expected, ())

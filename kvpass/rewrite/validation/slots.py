@@ -25,14 +25,14 @@ class SyntheticSlots:
     """The slots of every layer in a conversation."""
 
     def __init__(self, conversation: Conversation) -> None:
-        self.conversation, self.step = conversation, conversation.step
+        self.conversation, self.case = conversation, conversation.case
         self._slots: dict[Any, AnySlots] = {}
 
     def argument_factory(self) -> Callable[[int], Any]:
         """Return a function that creates an argument of the rewritten graph: slots are copied on demand."""
         conversation = self.conversation
         arguments = tuple(map(conversation.plain_argument, range(len(conversation.arguments_without_past))))
-        slots = [self.for_layer(layer) for layer in range(len(self.step.call.layouts))]
+        slots = [self.for_layer(layer) for layer in range(len(self.case.given.layouts))]
         host_inputs = conversation.signature.run_host_graph(arguments)
         others = conversation.signature.call_arguments(arguments, host_inputs, slots, conversation.count)
         shared = [set() if self._rewrites_vectors(layer) else set(x.kv_names) for layer, x in enumerate(slots)]
@@ -53,12 +53,12 @@ class SyntheticSlots:
 
     def _rewrites_vectors(self, layer: int) -> bool:
         """Return whether a step reads a layer's slots after a write, or writes to more than the free slot."""
-        policy = self.step.call.layouts[layer].policy
-        return bool(self.step.call.sites[layer].shared_by) or policy.merges or policy.aligns != "never"
+        policy = self.case.given.layouts[layer].policy
+        return bool(self.case.given.sites[layer].shared_by) or policy.merges or policy.aligns != "never"
 
     def for_layer(self, layer: int) -> AnySlots:
         """Return the slots of a layer; equal layers share them."""
-        layout, original = self.step.call.layouts[layer], self.step.call.slots[layer]
+        layout, original = self.case.given.layouts[layer], self.case.given.slots[layer]
         kind = (dataclasses.replace(layout, layer=0), original.capacity, self.conversation.stored[layer])
         if kind not in self._slots:
             self._slots[kind] = self._make_slots(layer, layout, original)
@@ -108,7 +108,7 @@ class SyntheticSlots:
     def heads(self, layer: int, part: int) -> Tensor | None:
         """Return the KV heads in a class of a layer's heads, int64 [B, h]; None if there are no classes."""
         slots = self.for_layer(layer)
-        return None if isinstance(slots, Slots) else slots.order[:, self.step.call.layouts[layer].head_slices[part]]
+        return None if isinstance(slots, Slots) else slots.order[:, self.case.given.layouts[layer].head_slices[part]]
 
     def columns(self, layer: int, part: int = 0) -> Tensor:
         """Return the column of each slot's token among cached and new tokens, int64 [B, H', N]; -1 if free.
@@ -116,10 +116,10 @@ class SyntheticSlots:
         Args:
             part: the class of heads.
         """
-        conversation, new, kept = self.conversation, self.step.query_len, self.conversation.kept[layer]
+        conversation, new, kept = self.conversation, self.case.query_len, self.conversation.kept[layer]
         tokens = self.for_layer(layer).by_class[part].index
-        if self.step.context.decodes:
-            free = self._next_slot(layer, self.step.call.slots[layer].by_class[part])
+        if self.case.context.decodes:
+            free = self._next_slot(layer, self.case.given.slots[layer].by_class[part])
             tokens = tokens.scatter(-1, free.to(tokens.device)[..., None], conversation.count)
         else:
             chunk = torch.arange(conversation.count, conversation.count + new, device=tokens.device)

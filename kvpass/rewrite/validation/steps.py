@@ -44,87 +44,87 @@ MAX_BLOCKS = 2
 """The most constants at which conversations begin a new block."""
 
 
-def validate(step: StepCase) -> Validation:
+def validate(case: StepCase) -> Validation:
     """Run the graphs and compare them.
 
     Raises:
         UnsupportedGraph: they differ; the message names the first attention call that does.
     """
-    last = functools.cache(lambda: last_new_kind(step.call.canonical_gm.graph, step.call.sites))
+    last = functools.cache(lambda: last_new_kind(case.given.canonical_gm.graph, case.given.sites))
     may_see_none = False
 
     def compare(plan: ConversationPlan, one_of_each: bool) -> None:
         nonlocal may_see_none
-        may_see_no_key = _compare(step, Conversation(step, plan), last() if one_of_each else None)
+        may_see_no_key = _compare(case, Conversation(case, plan), last() if one_of_each else None)
         may_see_none |= may_see_no_key and one_of_each
 
     def further_plans(first: ConversationPlan) -> Iterator[ConversationPlan]:
-        yield from _further_plans(step, first)
+        yield from _further_plans(case, first)
         if may_see_none:
-            yield from _plans_without_keys(step, first)
+            yield from _plans_without_keys(case, first)
 
     none_fits = "the graph does not serve a length that fits into the slots"
-    with on_few_threads(step.dynamo_gm.graph):
-        return run_validation(_first_plans(step), further_plans, compare, "conversations", none_fits)
+    with on_few_threads(case.dynamo_gm.graph):
+        return run_validation(_first_plans(case), further_plans, compare, "conversations", none_fits)
 
 
-def _first_plans(step: StepCase) -> Iterator[ConversationPlan]:
+def _first_plans(case: StepCase) -> Iterator[ConversationPlan]:
     """Yield conversations that fit into the slots, then one that does not, each with padding and then without.
 
     Conversations without padding are for models that do not run on padding.
     """
-    windows = [window for window in step.context.windows if window is not None]
+    windows = [window for window in case.context.windows if window is not None]
     if windows:
-        counts = [min(step.call.length, max(windows) + MIN_TOKENS), step.call.length]
+        counts = [min(case.given.length, max(windows) + MIN_TOKENS), case.given.length]
     else:
         counts = [
-            min(max(step.call.length, MIN_TOKENS), _capacity(step), MAX_FIRST),
-            min(step.call.length, _capacity(step), MAX_FIRST),
-            step.call.length,
+            min(max(case.given.length, MIN_TOKENS), _capacity(case), MAX_FIRST),
+            min(case.given.length, _capacity(case), MAX_FIRST),
+            case.given.length,
         ]
-    counts = [count for count in dict.fromkeys(counts) if count >= 1 and _fits(step, count)]
-    for pads_left in (True, False) if step.context.padding_inputs.known else (True,):
+    counts = [count for count in dict.fromkeys(counts) if count >= 1 and _fits(case, count)]
+    for pads_left in (True, False) if case.context.padding_inputs.known else (True,):
         yield from (ConversationPlan(count, pads_left=pads_left) for count in counts)
 
 
-def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
+def _further_plans(case: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
     """Yield conversations around the constants of a graph, with evicted tokens, inner padding, and other ids."""
-    query_len, constants = step.query_len, length_constants(step.dynamo_gm.graph)
+    query_len, constants = case.query_len, length_constants(case.dynamo_gm.graph)
     lengths = [number + 2 for number in constants]
     lengths += [number - query_len for number in constants[:1]]
-    lengths = [count for count in dict.fromkeys(lengths) if 1 < count != first.count and _fits(step, count)]
-    lengths = [count for count in lengths if count + query_len <= _most_tokens(step)]
+    lengths = [count for count in dict.fromkeys(lengths) if 1 < count != first.count and _fits(case, count)]
+    lengths = [count for count in lengths if count + query_len <= _most_tokens(case)]
     for count in sorted(lengths, reverse=True)[:MAX_LENGTHS]:
         yield ConversationPlan(count, _tokens_of_interest(constants, count, query_len), has_gap=True)
-    short = min(first.count, _capacity(step))
-    if _fits(step, short) and short > 1:
+    short = min(first.count, _capacity(case))
+    if _fits(case, short) and short > 1:
         yield ConversationPlan(short, has_gap=True)
-        if _has_ids(step):
+        if _has_ids(case):
             yield ConversationPlan(short, ids="changing")
             yield ConversationPlan(short, ids="new")
 
 
-def _plans_without_keys(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
+def _plans_without_keys(case: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
     """Yield conversations at the beginning of a block, where a query may see no cached key."""
-    renumbers = step.stores_unrotated_keys or any(layout.policy.renumbers for layout in step.call.layouts)
-    for number in length_constants(step.dynamo_gm.graph)[:MAX_BLOCKS]:
+    renumbers = case.stores_unrotated_keys or any(layout.policy.renumbers for layout in case.given.layouts)
+    for number in length_constants(case.dynamo_gm.graph)[:MAX_BLOCKS]:
         for count, dropped in ((number, 0), (number + 2, 2)):
-            if count + step.query_len <= _most_tokens(step) and _fits(step, count) and not (renumbers and dropped):
+            if count + case.query_len <= _most_tokens(case) and _fits(case, count) and not (renumbers and dropped):
                 yield ConversationPlan(count, pads_left=False, dropped=dropped)
-    short = min(first.count, _capacity(step))
+    short = min(first.count, _capacity(case))
     for count in (short - 1, short):  # one of these begins a block of two
-        if count > 1 and _fits(step, count):
+        if count > 1 and _fits(case, count):
             yield ConversationPlan(count, pads_left=False)
-    if short > 1 and _fits(step, short) and _has_ids(step):
+    if short > 1 and _fits(case, short) and _has_ids(case):
         yield ConversationPlan(short, ids="new", pads_left=False)
         if not renumbers:
             yield ConversationPlan(short, ids="changing", pads_left=False, dropped=short - short // 2)
 
 
-def _most_tokens(step: StepCase) -> float:
+def _most_tokens(case: StepCase) -> float:
     """Return the most tokens with lookups in range: any on a CPU, which raises an error otherwise."""
-    is_on_cpu = step.context.device.type == "cpu"
-    return math.inf if is_on_cpu else max(step.call.length, smallest_table(step.dynamo_gm.graph))
+    is_on_cpu = case.context.device.type == "cpu"
+    return math.inf if is_on_cpu else max(case.given.length, smallest_table(case.dynamo_gm.graph))
 
 
 def _tokens_of_interest(constants: list[int], count: int, query_len: int) -> tuple[int, ...]:
@@ -133,81 +133,81 @@ def _tokens_of_interest(constants: list[int], count: int, query_len: int) -> tup
     return tuple(token for token in tokens if 0 <= token < count)
 
 
-def _has_ids(step: StepCase) -> bool:
-    others = {*step.padding_inputs.values(), *(index for pair in step.pasts for index in pair)}
-    inputs = [node for i, node in enumerate(walk.placeholders(step.dynamo_gm.graph)) if i not in others]
+def _has_ids(case: StepCase) -> bool:
+    others = {*case.padding_inputs.values(), *(index for pair in case.pasts for index in pair)}
+    inputs = [node for i, node in enumerate(walk.placeholders(case.dynamo_gm.graph)) if i not in others]
     ids = [node for node in inputs if walk.is_tensor(node) and not example_value(node).is_floating_point()]
-    return any(step.call.sizes.growing_dims(example_value(node)) for node in ids)
+    return any(case.given.sizes.growing_dims(example_value(node)) for node in ids)
 
 
-def _capacity(step: StepCase) -> int:
+def _capacity(case: StepCase) -> int:
     """Return the number of tokens that fit into the slots of each layer whose whole past is cached."""
-    by_layer = zip(step.call.slots, step.context.windows, strict=True)
+    by_layer = zip(case.given.slots, case.context.windows, strict=True)
     sizes = (part.capacity for slots, window in by_layer if window is None for part in slots.by_class)
-    return min(sizes, default=step.call.length + 1) - step.context.decodes
+    return min(sizes, default=case.given.length + 1) - case.context.decodes
 
 
-def _fits(step: StepCase, count: int) -> bool:
+def _fits(case: StepCase, count: int) -> bool:
     """Return whether a synthetic conversation can have `count` tokens.
 
     If cached tokens are renumbered, all must be cached.  If layers store their last tokens only, there must be enough
     to fill their windows.  A sparse index must select all keys, as it does on the slots.
     """
-    renumbers = step.stores_unrotated_keys or any(layout.policy.renumbers for layout in step.call.layouts)
-    if renumbers and count > _capacity(step):
+    renumbers = case.stores_unrotated_keys or any(layout.policy.renumbers for layout in case.given.layouts)
+    if renumbers and count > _capacity(case):
         return False
-    if count < max((window for window in step.context.windows if window is not None), default=1):
+    if count < max((window for window in case.context.windows if window is not None), default=1):
         return False
-    if count + step.query_len > step.most_keys:
+    if count + case.query_len > case.most_keys:
         return False
-    return count == step.call.length or _serves(step, count)
+    return count == case.given.length or _serves(case, count)
 
 
-def _serves(step: StepCase, count: int) -> bool:
+def _serves(case: StepCase, count: int) -> bool:
     """Return whether Dynamo's guards allow `count` tokens in every past that is wholly cached."""
-    sites = [site for site, window in zip(step.call.sites, step.context.windows, strict=True) if window is None]
+    sites = [site for site, window in zip(case.given.sites, case.context.windows, strict=True) if window is None]
     lengths = [example_value(past).shape[2] for site in sites for past in site.pasts]
     symbols = {symbol for length in lengths for symbol in shapes.expr(length).free_symbols}
     known = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
-    violated = any(guard.xreplace(known) == sympy.false for guard in shapes.guards(step.dynamo_gm.graph))
+    violated = any(guard.xreplace(known) == sympy.false for guard in shapes.guards(case.dynamo_gm.graph))
     in_range = all(symbolic_shapes.may_equal(length, count) for length in lengths)
-    return not violated and in_range and _inputs_serve(step, count)
+    return not violated and in_range and _inputs_serve(case, count)
 
 
-def _inputs_serve(step: StepCase, count: int) -> bool:
+def _inputs_serve(case: StepCase, count: int) -> bool:
     """Return whether the inputs other than pasts may have their sizes for `count` tokens.
 
     An input that marks padding has an entry for each token.  If its size is a number, the graph serves one length.
     """
-    placeholders, pasts = walk.placeholders(step.dynamo_gm.graph), {index for pair in step.pasts for index in pair}
+    placeholders, pasts = walk.placeholders(case.dynamo_gm.graph), {index for pair in case.pasts for index in pair}
     if not all(
-        step.call.sizes.grows(example_value(placeholders[index]).shape[-1]) for index in step.padding_inputs.values()
+        case.given.sizes.grows(example_value(placeholders[index]).shape[-1]) for index in case.padding_inputs.values()
     ):
         return False
-    for index, (node, argument) in enumerate(zip(placeholders, step.call.arguments, strict=True)):
-        growing = [] if index in pasts else [p for p in shapes.pairs(node, argument) if step.call.sizes.grows(p[0])]
-        if not all(symbolic_shapes.may_equal(size, current - step.call.length + count) for size, current in growing):
+    for index, (node, argument) in enumerate(zip(placeholders, case.given.arguments, strict=True)):
+        growing = [] if index in pasts else [p for p in shapes.pairs(node, argument) if case.given.sizes.grows(p[0])]
+        if not all(symbolic_shapes.may_equal(size, current - case.given.length + count) for size, current in growing):
             return False
     return True
 
 
-def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -> bool:
+def _compare(case: StepCase, conversation: Conversation, last: fx.Node | None) -> bool:
     """Compare the three graphs on one conversation, up to a canonical call; return whether a query may see no key."""
     lockstep = Lockstep(
-        step.dynamo_gm,
-        step.call.canonical_gm,
-        step.call.sites,
+        case.dynamo_gm,
+        case.given.canonical_gm,
+        case.given.sites,
         conversation.argument,
-        step.query_len,
+        case.query_len,
         conversation.plan.label,
         last,
     )
     wanted = lockstep.run_model()
     lockstep.run_canonical(conversation.columns)
-    stored_as_codes = step.call.layouts[0].kv_dtype is not None
-    if stored_as_codes and step.context.decodes:  # attention reads the new row as stored
-        lockstep.run_canonical(conversation.columns, _rounding(step))
-    actual, signature = _run_rewritten(step, conversation, lockstep), conversation.signature
+    stored_as_codes = case.given.layouts[0].kv_dtype is not None
+    if stored_as_codes and case.context.decodes:  # attention reads the new row as stored
+        lockstep.run_canonical(conversation.columns, _rounding(case))
+    actual, signature = _run_rewritten(case, conversation, lockstep), conversation.signature
     made = signature.dynamo_outputs
     outputs = [None if index is None else actual[index] for index in made.indices]
     if last is None:
@@ -220,13 +220,13 @@ def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -
     return lockstep.may_see_no_key
 
 
-def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockstep) -> list[Any]:
+def _run_rewritten(case: StepCase, conversation: Conversation, lockstep: Lockstep) -> list[Any]:
     visits: dict[fx.Node, Visit] = {}
     slots = SyntheticSlots(conversation)
-    context, rewritten_gm = step.context, step.rewrite.rewritten_gm
+    context, rewritten_gm = case.context, case.rewrite.rewritten_gm
     nodes = set(rewritten_gm.graph.nodes)
     rewritten_sites = [each for site in context.sites for each in site.attention_calls]
-    padded = (~conversation.valid.all(-1)).to(step.call.layouts[0].device)
+    padded = (~conversation.valid.all(-1)).to(case.given.layouts[0].device)
     for (layer, site), rewritten in zip(lockstep.calls, rewritten_sites, strict=True):
         call = op_table.named_arguments(site.call)
         if (rewritten.scale, rewritten.cap) != (call["scale"], call["cap"]):
@@ -239,13 +239,13 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
             problem = "attention to the slots is not attention to the cache"
             visits[context.attention.replaced[node.name]] = lockstep.at_call(site, node, problem, padded)
         pairs = [(rewritten.query, site.query), (rewritten.key, site.key), (rewritten.value, site.value)]
-        if not step.stores_unrotated_keys or bool(conversation.valid.all()):
+        if not case.stores_unrotated_keys or bool(conversation.valid.all()):
             visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
     try:
         end = None if lockstep.last_call is None else context.attention.replaced[lockstep.last_call.name]
         return GraphRun(rewritten_gm, slots.argument_factory(), visits).run_to(end)
     except DoesNotRun as error:
-        lockstep.refuse(step.call.sites[0], f"the rewritten graph does not run: {error}")
+        lockstep.refuse(case.given.sites[0], f"the rewritten graph does not run: {error}")
 
 
 def _at_mask(
@@ -262,7 +262,7 @@ def _at_mask(
         run.env[node] = result
         wanted, bias_on_slots = lockstep.exact_results[site.call.name], None if bias is None else run.load(bias)
         heads = slots.heads(*part)
-        wanted = wanted if heads is None else wanted.of_heads(heads, slots.step.call.layouts[part[0]].heads)
+        wanted = wanted if heads is None else wanted.of_heads(heads, slots.case.given.layouts[part[0]].heads)
         if not wanted.matches_mask(run.load(mask), bias_on_slots, slots.columns(*part)):
             lockstep.refuse(site, "the mask on the slots is not the mask of their tokens")
         return result
@@ -270,12 +270,12 @@ def _at_mask(
     return visit
 
 
-def _rounding(step: StepCase) -> dict[fx.Node, Visit]:
+def _rounding(case: StepCase) -> dict[fx.Node, Visit]:
     """Return visits of the nodes of new keys and values, which round them as the storage format does."""
-    nodes = {node.name: node for node in step.call.canonical_gm.graph.nodes}
-    raw_keys = [nodes[node.name] for node in step.context.rotations.raw_keys] or [site.key for site in step.call.sites]
+    nodes = {node.name: node for node in case.given.canonical_gm.graph.nodes}
+    raw_keys = [nodes[node.name] for node in case.context.rotations.raw_keys] or [site.key for site in case.given.sites]
     visits: dict[fx.Node, Visit] = {}
-    for site, key, layout in zip(step.call.sites, raw_keys, step.call.layouts, strict=True):
+    for site, key, layout in zip(case.given.sites, raw_keys, case.given.layouts, strict=True):
         visits[key] = _round_as_stored(layout.key_format, layout.heads, layout.dtype)
         visits[site.value] = _round_as_stored(layout.value_format, layout.heads, layout.dtype)
     return visits
