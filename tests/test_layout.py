@@ -176,6 +176,8 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _private(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute) and node.attr == "_version":  # of a tensor
+        return True
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value.startswith(("_orig_mod", "_torchdynamo_", "_dynamo_"))
     return any(
@@ -203,6 +205,7 @@ def _is_dotted(node: ast.AST) -> bool:
 @pytest.mark.parametrize(
     ("line", "private"),
     [
+        ("tensor._version", True),
         ("torch._dynamo.reset()", True),
         ("torch.fx._symbolic_trace.is_fx_tracing()", True),
         ("import torch._inductor.config", True),

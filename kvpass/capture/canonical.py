@@ -13,6 +13,7 @@ tanh(scores / cap) if there is a cap, and then masked.  The softmax also runs ov
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -246,3 +247,8 @@ class AttentionSite(SiteFacts):
         copied["attended"] = tuple(copy_of[node] for node in self.attended)
         copied["shared_by"] = tuple(site.in_copy(copy_of) for site in self.shared_by)
         return AttentionSite(**copied)
+
+
+def attention_calls(sites: Iterable[AttentionSite]) -> list[AttentionSite]:
+    """Return the attention calls of all sites, see `AttentionSite.attention_calls`."""
+    return [each for site in sites for each in site.attention_calls]

@@ -149,11 +149,10 @@ def check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node], along: 
     for node in reversed(chain):
         if not example_value(node).dtype == dtype and not is_as_wide(example_value(node).dtype, dtype):
             raise CacheRefused(f"attention reads the {dtype} cache in {example_value(node).dtype}, which loses digits")
-        try:
-            moved = small.run(node, {node.all_input_nodes[0]: moved}) if has_tag(node, "moves") else moved
-        except (RuntimeError, TypeError, IndexError):
+        moved = small.try_run(node, {node.all_input_nodes[0]: moved}) if has_tag(node, "moves") else moved
+        if moved is None:
             line = walk.source_line(node)
-            raise CacheRefused(f"{line}: {operator_name(node)!r} on keys or values is not supported") from None
+            raise CacheRefused(f"{line}: {operator_name(node)!r} on keys or values is not supported")
         _check_takes_all(node, grown, moved.numel() / numbered.numel())
     cached = numbered.transpose(along, 2)
     rows, _, tokens, features = cached.shape

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
-from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.canonical import AttentionSite, attention_calls
 from kvpass.capture.intervals import FALSE, Interval, evaluate, has_rule, in_dtype, unknown_bounds
 from kvpass.fx import alias, op_table, propagation, walk
 from kvpass.fx.precision import HIDDEN
@@ -62,7 +62,7 @@ def padding_inputs_of_sites(
     canonical_gm: fx.GraphModule, sites: list[AttentionSite], step: bool
 ) -> list[tuple[fx.Node, ...]]:
     """Return for each site the inputs that mark padding: inputs that hide tokens in all masks on its cache."""
-    masks = dict.fromkeys(each.mask for site in sites for each in site.attention_calls)
+    masks = dict.fromkeys(each.mask for each in attention_calls(sites))
     hiding = {mask: hiding_inputs(canonical_gm, mask, step) for mask in masks}
     inputs_by_mask = [[hiding[each.mask] for each in site.attention_calls] for site in sites]
     return [

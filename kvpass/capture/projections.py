@@ -44,9 +44,8 @@ def output_projection_index(site: AttentionSite) -> int | None:
     numbered = torch.arange(math.prod(small.shape(site.call))).view(small.shape(site.call))
     wanted, moved = numbered.transpose(1, 2).flatten(2), numbered
     for source, node in itertools.pairwise(chain):
-        try:
-            moved = small.run(node, {source: moved}) if op_table.has_tag(node, "moves") else moved
-        except (RuntimeError, TypeError, IndexError):
+        moved = small.try_run(node, {source: moved}) if op_table.has_tag(node, "moves") else moved
+        if moved is None:
             return None
     weight, placeholders = [*user.args, *user.kwargs.values()][1], walk.placeholders(site.call.graph)
     proven = moved.shape[-1] == wanted.shape[-1] and torch.equal(moved.flatten(), wanted.flatten())

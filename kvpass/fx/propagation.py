@@ -93,9 +93,8 @@ def _propagate_by_running(node: fx.Node, operand: fx.Node, dim: int) -> int | No
         return _align_dim(node, operand, dim)
     if alone:  # one element does not reveal its new axis; an operation that names the size fails on two
         shape[dim] = 2
-    try:
-        result = small.run(node, {operand: coordinates(tuple(shape), dim)})
-    except (RuntimeError, IndexError, ValueError, TypeError):
+    result = small.try_run(node, {operand: coordinates(tuple(shape), dim)})
+    if result is None:
         return None
     several = isinstance(result, (tuple, list))
     parts = [*zip(result, example_value(node), strict=True)] if several else [(result, example_value(node))]
@@ -114,10 +113,7 @@ def swaps_last_two(node: fx.Node) -> bool:
         return False
     small, source = SmallSizes([node]), operand_of(node)
     operand = torch.empty(small.shape(source), device="meta")
-    try:
-        result = small.run(node, {source: operand})
-    except (RuntimeError, IndexError, ValueError, TypeError):
-        return False
+    result = small.try_run(node, {source: operand})
     if not isinstance(result, torch.Tensor) or operand.ndim < 2:
         return False
     one, other = ((x.shape, x.stride(), x.storage_offset()) for x in (result, operand.transpose(-1, -2)))
@@ -236,6 +232,13 @@ class SmallSizes:
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def try_run(self, node: fx.Node, operands: dict[fx.Node, Any]) -> Any:
+        """Return the result of `run`, or None if the operation does not run on these tensors."""
+        try:
+            return self.run(node, operands)
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            return None
 
 
 @functools.lru_cache(maxsize=1024)

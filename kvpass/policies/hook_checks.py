@@ -17,7 +17,7 @@ from torch import Tensor
 from kvpass.arguments import check_class_attribute, require
 from kvpass.errors import OUT_OF_MEMORY, KVPassError, PolicyError
 from kvpass.policies.types import Tokens
-from kvpass.torch_private.tensors import is_fake
+from kvpass.torch_private.tensors import is_fake, write_count
 
 Hook = Callable[..., Any]
 _CHANGES = ("observe", "observe_chunk", "init_token_state", "project")
@@ -133,7 +133,7 @@ def _versions(hook_arguments: Sequence[Any], named: Mapping[str, Any]) -> list[i
         vars(each) if dataclasses.is_dataclass(each) else each for each in (*hook_arguments, *named.values())
     ]
     leaves = optree.tree_leaves(values)
-    return [each._version for each in leaves if isinstance(each, Tensor) and not each.is_inference()]
+    return [write_count(each) for each in leaves if isinstance(each, Tensor)]
 
 
 def _wrong_result(policy: Any, name: str, hook_arguments: tuple[Any, ...], result: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.fx as fx
 
+from kvpass.capture.canonical import attention_calls
 from kvpass.fx import alias, splicing, walk
 from kvpass.rewrite.context import StepContext
 
@@ -30,7 +31,7 @@ def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
     _check_reads_no_cache(step, wanted, needed)
     for writer in alias.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
         step.refuse_growth(writer)  # both graphs would write
-    if not needed.isdisjoint(each.call for site in step.given.sites for each in site.attention_calls):
+    if not needed.isdisjoint(each.call for each in attention_calls(step.given.sites)):
         step.refuse_growth(wanted[0])
     return splicing.extract(step.given.canonical_gm, wanted, end)
 

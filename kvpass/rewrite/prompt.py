@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.step import with_logit_scale
-from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.canonical import AttentionSite, attention_calls
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.shapes import expr
@@ -128,7 +128,7 @@ def rewrite_prompt(given: PromptRewriteInput) -> PromptRewrite:
         _renumber(given, rewritten_gm.graph, copy_of)
     rewritten_gm.graph.output_node().args = ((*walk.results(rewritten_gm.graph), *added),)
     rewritten_gm.recompile()
-    results = [node for site in sites for each in site.attention_calls for node in each.results]
+    results = [node for each in attention_calls(sites) for node in each.results]
     return PromptRewrite(rewritten_gm, outputs, {node.name: copy_of[node] for node in results})
 
 
@@ -167,7 +167,7 @@ def _renumber(given: PromptRewriteInput, graph: fx.Graph, copy_of: dict[fx.Node,
             new_ids = graph.call_function(ids_of, (ids, reader.along, valid))
         new_ids.meta["example_value"] = example_value(reader.ids)
         node.replace_input_with(ids, new_ids)
-    for site in (each for owner in given.sites for each in owner.attention_calls):
+    for site in attention_calls(given.sites):
         node = copy_of[site.call]
         with graph.inserting_before(node):
             mask = None if site.mask is None else copy_of[site.mask]

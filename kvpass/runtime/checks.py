@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture import projections
-from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.canonical import AttentionSite, attention_calls
 from kvpass.capture.rotary import find_rotary, strip_reshapes
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import splicing, walk
@@ -22,6 +22,7 @@ from kvpass.rewrite.rotary_subgraph import RotaryProbe
 from kvpass.runtime import model_identity
 from kvpass.runtime.model_identity import TensorSet
 from kvpass.torch_private import dynamo
+from kvpass.torch_private.tensors import write_count
 
 OWN_POSITIONS = (
     "the position ids do not increase by one over the real tokens of a row, from call to call, and cached tokens are "
@@ -139,14 +140,15 @@ class RotationCheck:
         """Return `RotaryProbe.run`, the same tensor as long as nothing changes."""
         last = self._last  # another thread may replace it
         if last is not None and all(
-            arguments[index] is known() and _version(arguments[index]) == version for index, known, version in last[0]
+            arguments[index] is known() and write_count(arguments[index]) == version
+            for index, known, version in last[0]
         ):
             return last[1]
         with dynamo.compile_lock():
             if self._make is not None:
                 self._probe, self._make = self._make(sizes()), None  # which releases the graph
         assert self._probe is not None
-        read = [(index, weakref.ref(arguments[index]), _version(arguments[index])) for index in self._probe.indices]
+        read = [(index, weakref.ref(arguments[index]), write_count(arguments[index])) for index in self._probe.indices]
         try:
             rotated = self._probe.run(arguments, device)
         except RuntimeError:
@@ -155,11 +157,6 @@ class RotationCheck:
             rotated = torch.full((1,), torch.nan)  # a tensor of another shape, which equals no other rotation
         self._last = read, rotated
         return rotated
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to in place."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class StepVerifier:
@@ -255,7 +252,7 @@ def describe_wrong_mask(
 
     An encoder's mask, which no self-attention reads, has other columns.
     """
-    masks = {each.mask for site in sites for each in site.attention_calls if isinstance(each.mask, fx.Node)}
+    masks = {each.mask for each in attention_calls(sites) if isinstance(each.mask, fx.Node)}
     reads = {node for mask in masks for node in walk.ancestors(mask)}
     for node, argument in zip(walk.placeholders(canonical_gm.graph), arguments, strict=True):
         if node not in reads or "attention_mask" not in node.name:

@@ -92,7 +92,7 @@ def _was_written(copy: Tensor, original: Tensor) -> bool:
     """Return whether a copy was written to, without a wait for the device if torch counts its writes."""
     if copy.is_inference():
         return not torch.isclose(copy, original, 0, 0, equal_nan=copy.is_floating_point()).all()
-    return copy._version > 0
+    return tensors.write_count(copy) > 0
 
 
 def length_context(cache: Any, arguments: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:

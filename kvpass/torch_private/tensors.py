@@ -40,6 +40,11 @@ def storage_number(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def write_count(tensor: Tensor) -> int:
+    """Return how often a tensor was written to in place; 0 for an inference tensor, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def tensor_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor's elements in row-major order, for any dtype."""
     here = tensor.detach().cpu().contiguous()

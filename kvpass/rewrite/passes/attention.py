@@ -24,7 +24,7 @@ from kvpass.cache.cached_attention import AttentionOutput, CachedAttention, NewT
 from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
 from kvpass.cache.step import decode_step, read_step
-from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.canonical import AttentionSite, attention_calls
 from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.walk import example_value
 from kvpass.lowering.attend import Rope, RotaryPairs
@@ -45,7 +45,7 @@ def attend_on_slots(step: StepContext) -> PassRecord:
     for layer in range(len(step.sites)):
         replacement.replace(layer)
     step.attention = replacement.results
-    return PassRecord([each.call.name for site in step.sites for each in site.attention_calls])
+    return PassRecord([each.call.name for each in attention_calls(step.sites)])
 
 
 class _AttentionReplacement:

@@ -25,6 +25,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.slots import next_rank
+from kvpass.capture.canonical import attention_calls
 from kvpass.capture.key_axis import key_index_aranges
 from kvpass.capture.rotary import (
     KEY_ROTATED_BY_OTHERS,
@@ -271,13 +272,13 @@ def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> N
 
 def _may_differ_by_row(step: StepContext, position: fx.Node) -> bool:
     """Return whether positions have, or may have, a dimension for the rows of the tensor that they rotate."""
-    rotated = [node for site in step.sites for each in site.attention_calls for node in (each.query, each.key)]
+    rotated = [node for each in attention_calls(step.sites) for node in (each.query, each.key)]
     return example_value(position).ndim > 1 and all(rows_come_first(position, node) for node in rotated)
 
 
 def _rotating_users(step: StepContext, position: fx.Node) -> list[fx.Node]:
     """Return the nodes that read positions to rotate queries and keys; masks still compare positions with indices."""
-    sites = [each for site in step.sites for each in site.attention_calls]
+    sites = attention_calls(step.sites)
     calls = {site.call for site in sites}
     masks = {node for site in sites if site.mask for node in walk.ancestors(site.mask, calls)}
     rotating = {node for site in sites for node in walk.ancestors(site.query, calls)}

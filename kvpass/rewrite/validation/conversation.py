@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture import sparse_index
+from kvpass.capture.canonical import attention_calls
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import splicing, walk
 from kvpass.fx.walk import example_value
@@ -72,7 +73,7 @@ class StepCase:
     @functools.cached_property
     def most_keys(self) -> float:
         """The most keys of which sparse indices select all; on slots a sparse index hides no key."""
-        masks = dict.fromkeys(each.mask for site in self.given.sites for each in site.attention_calls)
+        masks = dict.fromkeys(each.mask for each in attention_calls(self.given.sites))
         indices = [index.limit for mask in masks for index in sparse_index.sparse_indices(mask)]
         return min((most for most in indices if most is not None), default=math.inf)
 

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.canonical import AttentionSite, attention_calls
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.shapes import LENGTH, text
 from kvpass.fx.walk import example_value, is_size
@@ -93,7 +93,7 @@ def last_new_kind(graph: fx.Graph, sites: Sequence[AttentionSite]) -> fx.Node:
     Two calls are of one kind if the operations since the previous call are the same.  They must read nodes at the same
     distance, the same nodes before the first call, or weights and caches of the same shape.
     """
-    calls = {each.call for site in sites for each in site.attention_calls}
+    calls = {each.call for each in attention_calls(sites)}
     nodes: list[fx.Node] = [node for node in graph.nodes if node.op != "output"]
     ends = [index for index, node in enumerate(nodes) if node in calls]
     describe = _KindDescription(nodes, ends[0], sites)

@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.canonical import AttentionSite, attention_calls
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import example_value
 from kvpass.lowering.formats import EncodedVectors
@@ -225,7 +225,7 @@ def _run_rewritten(case: StepCase, conversation: Conversation, lockstep: Lockste
     slots = SyntheticSlots(conversation)
     context, rewritten_gm = case.context, case.rewrite.rewritten_gm
     nodes = set(rewritten_gm.graph.nodes)
-    rewritten_sites = [each for site in context.sites for each in site.attention_calls]
+    rewritten_sites = attention_calls(context.sites)
     padded = (~conversation.valid.all(-1)).to(case.given.layouts[0].device)
     for (layer, site), rewritten in zip(lockstep.calls, rewritten_sites, strict=True):
         call = op_table.named_arguments(site.call)
