@@ -143,20 +143,29 @@ def precompute_on_host(step: StepContext) -> PassRecord:
 
     Only integers, sizes and buffers may go into such a value, so the host never computes attention or a state.
     """
+    reading = [node for node in step.graph.nodes if _ends_growth(step, node)]
+    if not reading:
+        return PassRecord()
     alias_sets = alias.AliasSets(step.graph)
-    reading = [n for n in step.graph.nodes if _ends_growth(step, n) and not alias_sets.writers(n)]
-    found = [node for node in reading if all(_is_no_state(step, each) for each in walk.ancestors(node))]
+    found = [
+        node
+        for node in reading
+        if not alias_sets.writers(node) and all(_is_no_state(step, x) for x in walk.ancestors(node))
+    ]
     for node in found:
         node.replace_all_uses_with(step.inputs.host_input(node))
     return PassRecord([node.name for node in found])
 
 
 def _ends_growth(step: StepContext, node: fx.Node) -> bool:
-    """Return whether a tensor does not grow, and is computed from one that does."""
-    growing = [
-        walk.is_tensor(x) and bool(step.sizes.growing_dims(example_value(x))) for x in (node, *node.all_input_nodes)
-    ]
-    return walk.is_tensor(node) and not growing[0] and any(growing)
+    """Return whether a tensor on the device of the slots does not grow, and is computed from one that does."""
+
+    def grows(tensor: fx.Node) -> bool:
+        return walk.is_tensor(tensor) and bool(step.sizes.growing_dims(example_value(tensor)))
+
+    if not walk.is_tensor(node) or example_value(node).device.type != step.device.type:
+        return False
+    return any(map(grows, node.all_input_nodes)) and not grows(node)
 
 
 def _is_no_state(step: StepContext, node: fx.Node) -> bool:
