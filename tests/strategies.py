@@ -134,7 +134,6 @@ TABLE = [
                 "alpha": st.sampled_from([1.0, 3.0]),
                 "beta": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
                 "merge": st.sampled_from(["paper", "average", "none", "official"]),
-                "compress_at": st.sampled_from(["prompt_end", "first_decode"]),
                 "skip_layers": st.sampled_from([(), (), (0,), (-1, 3), (2,)]),
                 "density": st.sampled_from(["kv", "query"]),
             }

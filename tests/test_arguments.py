@@ -119,7 +119,6 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
         "alpha": (*NO_NUMBER, 0.5),
         "beta": (*NO_NUMBER, 1.5),
         "merge": ("mean", True),
-        "compress_at": ("never", 0),
         "skip_layers": (("a",), 1, "01", [0.5], {0: 1}, [True]),
         "extra_sinks": NO_TRUTH,
         "density": ("layer", None),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.drawing import EXAMPLES
 from tests.layer import CallTokens, LayerOnReference, LayerOnSlots, layout_for
-from tests.strategies import ROWS, TABLE, Case, cases, fitting_budget
+from tests.strategies import ROWS, TABLE, cases, fitting_budget
 
 EVICTING = [row for row in TABLE if row.name != "full"]
 
@@ -133,10 +133,3 @@ def test_rows_with_budgets_of_their_own(row, data):
     compare(
         case, [case.prompt, *lengths], 0.2, limits=data.draw(budgets(case)), spare=data.draw(st.sampled_from([0, 5]))
     )
-
-
-@pytest.mark.parametrize("prompt", range(5, 15))
-def test_a_prompt_held_whole_is_compressed_whether_or_not_it_fits_the_slots(prompt):
-    """Check that the first step compresses to the layer's budget of 6 in 14 slots."""
-    case = Case("d2o", {"compress_at": "first_decode"}, 0, 1, 1, 1, 8, 8, prompt, 3, "absolute", None)
-    compare(case, [prompt, 1, 1, 1], 0.0, limits=[6], spare=5)

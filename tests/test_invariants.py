@@ -83,7 +83,7 @@ OPTIONS = [
     ("buzz", 8, {"old_stride": 2}),
     ("d2o", 8, {"merge": "none", "density": "query"}),
     ("d2o", 6, {"layers": "paper", "gate": 2.872, "alpha": 1.5}),  # one layer is above the gate and one below
-    ("d2o", 6, {"layers": "gate", "gate": 2.872, "compress_at": "first_decode"}),
+    ("d2o", 6, {"layers": "gate", "gate": 2.872}),
     ("sage", 15, {"select_at": "overflow"}),  # in a different step for each row
     ("random", 15, {"keep_prompt": True}),
     ("h2o", 9, {"interval": 3}),

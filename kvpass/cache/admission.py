@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.layout import ROW_BUDGET, Layout
-from kvpass.cache.slots import FREE, ClassedSlots, Slots, hold_whole_prompt, next_free, select_heads
+from kvpass.cache.slots import FREE, ClassedSlots, Slots, next_free, select_heads
 from kvpass.fx.precision import upcast
 from kvpass.lowering.attention_statistics import StatisticsOperands, as_attention
 from kvpass.lowering.formats import EncodedVectors
@@ -47,7 +47,7 @@ def admit(layout: Layout, before: Any, to_admit: TokensToAdmit, budgets: Sequenc
         into: slots of the layout's capacity to write to; `before` then stays unchanged.
 
     Returns:
-        Slots of the layout's capacity, of the kind of `before`; more after a prompt if the policy defers.
+        Slots of the layout's capacity, of the kind of `before`.
 
     Raises:
         BudgetError: pinned tokens leave less of the budget than the policy needs.
@@ -57,13 +57,11 @@ def admit(layout: Layout, before: Any, to_admit: TokensToAdmit, budgets: Sequenc
     if layout.classes:
         return _admit_by_class(layout, before, to_admit, into)
     budgets = tuple(budgets) or (layout.budget,) * layout.batch
-    least = min(to_admit.raised_budgets(layout.policy, budgets))
-    past = Slots.empty(_prompt_layout(layout, to_admit, least)) if before is None else before
+    past = Slots.empty(layout) if before is None else before
     if before is None and layout.row_budgets:
         past.state[ROW_BUDGET].copy_(torch.tensor(budgets).view(-1, 1, 1))
     scored = _score_candidates(layout, past, to_admit, budgets, before is None)
-    in_place = before is None or not hold_whole_prompt(before, layout)
-    slots = into or (past if in_place else Slots.empty(layout))
+    slots = into or past
     _select_and_store(layout, slots, scored)
     if before is not None and layout.policy.aligns in ("step", "compact"):
         changes = align(layout, slots, slots.tokens(layout), layout.policy_weights, to_admit.valid.shape[1])
@@ -165,16 +163,6 @@ def align(layout: Layout, slots: Slots, tokens: Tokens, policy_weights: Sequence
     slots.key.replace(new_key, (new_key != key).any(-1))
     slots.value.replace(new_value, (new_value != value).any(-1))
     return changes
-
-
-def _prompt_layout(layout: Layout, prompt: TokensToAdmit, budget: int) -> Layout:
-    """Return the layout for a prompt; if the policy defers, it fits the whole prompt and one spare slot."""
-    count = prompt.valid.shape[1]
-    if not layout.policy.defers or count <= budget:
-        return layout
-    # Allocate more slots than the layout has, even if the prompt would fit: from this capacity, the next step knows
-    # that it must evict all surplus tokens, and not one token for each new one.
-    return dataclasses.replace(layout, capacity=max(layout.capacity, count) + 1)
 
 
 def _join_candidates(

@@ -362,14 +362,6 @@ class SlotSnapshot:
         return self.slots
 
 
-def hold_whole_prompt(slots: AnySlots, layout: Layout) -> bool:
-    """Return whether slots still hold every token of a prompt, for policies that evict at the first step.
-
-    The next token is then admitted as a chunk, to slots of the layout's capacity.
-    """
-    return bool(slots.capacity != layout.capacity)
-
-
 def _prefix_names(names: Sequence[Sequence[str]]) -> list[str]:
     """Return the names of all classes; names after the first class's have a prefix."""
     return [f"class_{i}_{name}" if i else name for i, each in enumerate(names) for name in each]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kvpass import model_access
-from kvpass.arguments import require
 from kvpass.cache.model_cache import caches_in
 from kvpass.decoding.prefill import chunk_lengths, prefix_mask, run_chunks
 from kvpass.decoding.prompt_inputs import Pin, pin_mask
@@ -50,12 +49,10 @@ class RequestScheduler:
 
         Raises:
             BudgetError: no budget, or a budget that is a share of each prompt.
-            PolicyError: a policy that keeps the whole prompt until a token has attended to it.
         """
-        policy, budget = loop.backend.policy, loop.backend.budget
+        budget = loop.backend.budget
         if not isinstance(budget, int):
             raise BudgetError(f"budget={budget}: rows have equally many slots for every request; give their number")
-        require(not policy.defers, "policy", policy, "caches a whole prompt at first, which no row has slots for")
         self.loop, self.count, self.budget = loop, rows, budget
         self.queue: collections.deque[Request] = collections.deque()
         self.rows: dict[int, Request] = {}

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from kvpass.arguments import Condition, check_arguments, short_text
 from kvpass.backend import Backend, backend
-from kvpass.cache.admission import TokensToAdmit, admit, attention_of_chunk, split_by_class
+from kvpass.cache.admission import TokensToAdmit, admit
 from kvpass.cache.cached_attention import CachedAttention, NewTokens, RotateToRanks
-from kvpass.cache.chunk_step import chunk_step
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import FREE, AnySlots, Slots, hold_whole_prompt, next_rank
+from kvpass.cache.slots import FREE, AnySlots, Slots, next_rank
 from kvpass.cache.step import decode_step, with_logit_scale
 from kvpass.errors import BudgetError, KVPassError, PolicyError
 from kvpass.lowering.attention_statistics import StatisticsOperands
@@ -233,25 +232,20 @@ def _run_compiled(layer: _Layer) -> Trace:
     outputs, positions = [output], [_positions(layout, slots)]
     for t in range(layer.prompt, layer.q.shape[2]):
         compact, clock = tick_of(layout, clock, plan.budget)
-        new, slots = _compiled_step(layer, layout, slots, t, compact)
-        outputs.append(new)
+        outputs.append(_compiled_step(layer, layout, slots, t, compact))
         positions.append(_positions(layout, slots))
     whole = slots.joined_classes(layout)
     return _trace(layer, positions, outputs, [_in_order(whole, rows) for rows in (whole.key, whole.value)])
 
 
-def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compact: bool) -> tuple[Tensor, AnySlots]:
+def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compact: bool) -> Tensor:
     rotate: RotateToRanks | None = (
         (lambda keys, rank: [layer.rotated(keys.join(), rank)]) if layer.stores_unrotated_keys else None
     )
     site, valid = CachedAttention(layer.scale, None, rotate), layer.valid(1)
     joined = slots.joined_classes(layout)
-    q, k, v, stored = layer.step(t, next_rank(joined.position, joined.free, decodes=True)[:, None, None])
-    if not hold_whole_prompt(slots, layout):
-        return decode_step(layout, site, slots, NewTokens(q, stored, v, valid[:, 0]), compact).output, slots
-    attended = chunk_step(layout, site, slots, NewTokens(q, k, v, valid))
-    attention = attention_of_chunk(layout, split_by_class(layout, attended.statistics), valid)
-    return attended.output, admit(layout, slots, TokensToAdmit(stored, v, valid, attention))
+    q, _, v, stored = layer.step(t, next_rank(joined.position, joined.free, decodes=True)[:, None, None])
+    return decode_step(layout, site, slots, NewTokens(q, stored, v, valid[:, 0]), compact).output
 
 
 def _positions(layout: Layout, slots: AnySlots) -> Tensor:

@@ -168,11 +168,6 @@ class Policy:
         return False
 
     @property
-    def defers(self) -> bool:
-        """True if a prompt stays whole until the next token has attended to it."""
-        return False
-
-    @property
     def observation_window(self) -> int:
         """The number of queries that `Attention.window` averages over."""
         return 1

@@ -57,7 +57,6 @@ class D2O(Policy):
         merge: "paper" as above; "average", plain means k_c <- (k_c + sum_i m_i k_i) / (1 + n_c); "none", evicted tokens
             are dropped (both in Table 6); or "official", k_c <- (k_c + sum_i u_i k_i) / (1 + n_c), means of rows that
             are scaled by their u, and one decision for all heads by the mean of their u.
-        compress_at: "prompt_end", or "first_decode": a prompt stays whole until the next token has attended.
         skip_layers: layers that keep every token, at any cost; the mean does not include them.
         density: the operand of variances (Eq. 4): the column sums of a "kv" head, or of each "query" head.
     """
@@ -69,7 +68,6 @@ class D2O(Policy):
     alpha: Annotated[float, at_least(1)] = 3.0
     beta: Share = 0.5
     merge: Literal["paper", "average", "none", "official"] = "paper"
-    compress_at: Literal["prompt_end", "first_decode"] = "prompt_end"
     skip_layers: tuple[int, ...] = ()
     extra_sinks: bool = False
     density: Literal["kv", "query"] = "kv"
@@ -78,10 +76,6 @@ class D2O(Policy):
     shardable = "heads"
     heads = "kv"
     statistics = frozenset({"total"})
-
-    @property
-    def defers(self) -> bool:
-        return self.compress_at == "first_decode"
 
     @property
     def merges(self) -> bool:
@@ -119,11 +113,6 @@ class D2O(Policy):
     def score(self, tokens: Tokens) -> Tensor:
         safe = (tokens.position < self.sinks) | tokens.newest(self._recent(tokens.budget))
         return torch.where(safe, torch.inf, tokens.state["score"])
-
-    def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
-        if self.defers and tokens.cached_columns == 0:
-            return tokens.live, {}
-        return super().compact(tokens)
 
     def merge_evicted(self, tokens: Tokens, cached_keys: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         similar, into = nearest(evicted, cached_keys, tokens.position)  # [B, Hkv, E]

@@ -21,11 +21,6 @@ class D2OReference(Reference):
     def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         tokens = stream.tokens + new
         self.observe(tokens, probabilities)
-        prompt = stream.notes.setdefault("prompt", True)
-        stream.notes["prompt"] = False
-        if prompt and self.policy.compress_at == "first_decode":
-            stream.tokens = tokens
-            return
         kept = self.keep_tokens(tokens, stream)
         stream.evicted = [token for token in tokens if token not in kept]
         stream.tokens = kept

@@ -120,13 +120,8 @@ class ReferenceLayer:
         self.fed += 1
 
     def attends_to_stored(self, count: int) -> bool:
-        """Return whether `count` new tokens are attended to in their stored form, not in the model's.
-
-        This is true for a single token, unless a policy that defers eviction still keeps the whole prompt.
-        """
-        budget = min(row[0].budget for row in self.streams)
-        defers = self.layout.policy.defers and self.fed == 1 and self.length > budget
-        return count == 1 and self.layout.kv_dtype is not None and self.fed > 0 and not defers
+        """Return whether `count` new tokens are attended to as they are stored: a single token of codes."""
+        return count == 1 and self.layout.kv_dtype is not None and self.fed > 0
 
     def _token(self, stream: HeadStream, to_admit: TokensToAdmit, b: int, nth: int, column: int) -> Token:
         """Return the token of a column [B, q] of a row, the `nth` real token."""

@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import AnySlots, hold_whole_prompt
+from kvpass.cache.slots import AnySlots
 from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, splicing, walk
@@ -111,8 +111,7 @@ class StepGraph:
             slots.capacity if isinstance(layout.capacity, int) else layout.capacity
             for layout, slots in zip(self.layouts, given.slots, strict=True)
         ]
-        as_chunk = any(hold_whole_prompt(*each) for each in zip(given.slots, given.layouts, strict=True))
-        self.decodes = bool(self.query_len == 1) and not as_chunk
+        self.decodes = bool(self.query_len == 1)
         self.stores_unrotated_keys = given.layouts[0].stores_unrotated_keys
         self.slot_inputs: list[list[fx.Node]] = []
         self.new_inputs: set[fx.Node] = set()

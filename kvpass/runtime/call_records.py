@@ -10,7 +10,7 @@ import torch
 
 from kvpass.cache.admission import TokensToAdmit, attention_of_classes
 from kvpass.cache.layer_cache import LayerCache
-from kvpass.cache.slots import AnySlots, hold_whole_prompt
+from kvpass.cache.slots import AnySlots
 from kvpass.cache.undo_records import UndoRecord, append_record
 from kvpass.runtime.cache_changes import admit_chunk
 from kvpass.runtime.padding_tracker import true_indices
@@ -55,8 +55,7 @@ def undo_records_before(caches: list[LayerCache], query_len: int) -> list[UndoRe
     """Return a record of the call about to run for each layer; an empty list if cropping is off."""
     if not caches[0].backend.crop:
         return []
-    as_chunk = query_len > 1 or any(hold_whole_prompt(cache.slots, cache.layout) for cache in caches)
-    return [_record_before(cache, query_len, as_chunk) for cache in caches]
+    return [_record_before(cache, query_len, chunk=query_len > 1) for cache in caches]
 
 
 def _record_before(cache: LayerCache, query_len: int, chunk: bool) -> UndoRecord:

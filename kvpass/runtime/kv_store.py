@@ -12,9 +12,9 @@ from kvpass.cache.admission import TokensToAdmit, admit, attention_of_chunk, spl
 from kvpass.cache.chunk_step import chunk_operands
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import AnySlots, Slots, empty_slots, hold_whole_prompt
+from kvpass.cache.slots import AnySlots, Slots, empty_slots
 from kvpass.capture.canonical import SiteFacts
-from kvpass.errors import CacheHandleError, PolicyError
+from kvpass.errors import CacheHandleError
 from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
@@ -39,18 +39,10 @@ class KVStore:
         return slots, row_budgets, clocks_after(layout, itertools.repeat(()), prompt.valid, row_budgets)
 
     def make_room_for_pins(self, cache: LayerCache, pins: Pins) -> None:
-        """Prepare a cache for a call that pins tokens, or raise BudgetError if they leave too little of the budget.
-
-        Raises:
-            PolicyError: the capacity would change before the policy has evicted from the prompt.
-        """
+        """Prepare a cache for a call that pins tokens, or raise BudgetError if they leave too little of the budget."""
         layout, slots = cache.layout, cache.slots
         assert isinstance(slots, Slots)  # policies with classes of heads take no pins
         policy, capacity = layout.policy, layout.capacity
-        if pins.on_top and hold_whole_prompt(slots, layout):
-            raise PolicyError(
-                f"on_top=True: {policy} has not evicted from the prompt yet: pin later tokens, or its own"
-            )
         new = torch.full_like(pins.later, pins.mask.shape[1]) if policy.keep_prompt else pins.mask.sum(-1) + pins.later
         if pins.on_top:
             most = max(limit + more for limit, more in zip(cache.row_budgets, new.tolist(), strict=True))

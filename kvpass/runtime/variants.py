@@ -9,7 +9,6 @@ from typing import Any
 
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.cache.layout import Layout
-from kvpass.cache.slots import hold_whole_prompt
 from kvpass.errors import KVPassWarning, PolicyError, UnsupportedGraph
 from kvpass.fx import shapes, splicing
 from kvpass.rewrite.pipeline import StepRewrite, StepSignature
@@ -43,7 +42,7 @@ class ShapeKey:
 
     @staticmethod
     def of(caches: list[LayerCache], numbers: tuple[int, ...]) -> ShapeKey:
-        if any(hold_whole_prompt(cache.slots, cache.layout) or cache.layout.classes for cache in caches):
+        if any(cache.layout.classes for cache in caches):
             return ShapeKey(numbers)
         exact_layers = tuple(index for index, cache in enumerate(caches) if cache.layout.exact_capacity)
         if exact_layers:

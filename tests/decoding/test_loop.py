@@ -212,8 +212,7 @@ def test_a_small_budget_warms_up(
     loop.warm(rows)
     assert loop.state is None
     loop.prompt(*prompt(rows, 1, ()))
-    if not policy.defers:
-        loop_on(llama(), policy=policy, budget=budget, read_interval=4, prefill_chunk=4, rows=rows).warm()
+    loop_on(llama(), policy=policy, budget=budget, read_interval=4, prefill_chunk=4, rows=rows).warm()
     assert "kvpass.warm" not in {record.name for record in caplog.records}  # no graph was left out
 
 

@@ -91,7 +91,7 @@ def test_chunks_turns_and_steps_are_the_references(model: Traced, policy: str, o
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("options", [{}, {"compress_at": "first_decode"}, {"skip_layers": (1,)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"skip_layers": (1,)}], ids=str)
 def test_layers_with_budgets_of_their_own_raise_each(layered: Traced, options: dict[str, Any]) -> None:
     """Test d2o, which merges, gives layers different budgets, and may leave layers complete."""
     ids, mask = prompt(2, 30, (3, 0))
@@ -107,17 +107,6 @@ def test_layers_with_budgets_of_their_own_raise_each(layered: Traced, options: d
         logits.append(out.logits)
     assert all(torch.equal(a, b) for a, b in zip(*cached_positions, strict=True))
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
-
-
-def test_pins_in_addition_to_a_budget_that_is_not_kept_yet_are_refused(model: Traced) -> None:
-    ids, _ = prompt(1, 24, ())
-    under = model.under(chosen("d2o", budget=8, compress_at="first_decode"))
-    out = kvpass.prefill(under, ids, chunk=24)
-    with pytest.raises(kvpass.PolicyError, match=r"on_top=True: .* has not evicted from the prompt yet"):
-        kvpass.prefill(under, ids[:, :2], chunk=1, cache=out.past_key_values, pin=[(0, 1)], on_top=True)
-    out = stepped(under, out.past_key_values, 1)
-    out = kvpass.prefill(under, ids[:, :2], chunk=1, cache=out.past_key_values, pin=[(0, 1)], on_top=True)
-    assert pinned(out.past_key_values) == [[25]]
 
 
 @pytest.mark.few(1)

@@ -199,8 +199,6 @@ def test_refusals() -> None:
         serving_loop(rows=None).add([3])
     with pytest.raises(kvpass.BudgetError, match="budget=None"):
         serving_loop(policy="full", budget=None)
-    with pytest.raises(kvpass.PolicyError, match="caches a whole prompt"):
-        serving_loop(policy="d2o", compress_at="first_decode")
 
 
 def gpt2(positions: int) -> Any:

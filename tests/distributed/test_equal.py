@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RANKS, BUDGET = 2, 16
 OPTIONS: dict[str, list[dict[str, object]]] = {
     "cascade": [{}, {"reduce": "max"}, {"reduce": "median"}, {"order": "attend_first"}, {"heads": "kv"}],
-    "d2o": [{}, {"merge": "official"}, {"compress_at": "first_decode"}, {"layers": "gate", "gate": 0.5}],
+    "d2o": [{}, {"merge": "official"}, {"layers": "gate", "gate": 0.5}],
     "sage": [{"refresh_interval": 3}],
     "random": [{"seed": 7}],
     "snapkv": [{"window": 3}],

@@ -185,7 +185,6 @@ def test_skipped_layers_keep_everything():
         ({"beta": 1.5}, "beta"),
         ({"merge": "mean"}, "merge"),
         ({"density": "layer"}, "density"),
-        ({"compress_at": "never"}, "compress_at"),
         ({"skip_layers": ("a",)}, "skip_layers"),
     ],
 )
