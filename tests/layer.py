@@ -23,7 +23,7 @@ from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.layer import attend
-from kvpass.runtime.clocks import clock_of, tick_of
+from kvpass.runtime.clocks import clock_of, next_clock
 
 Step = Callable[..., Tensor]
 
@@ -66,7 +66,7 @@ class LayerOnSlots:
 
     def __init__(self, layout: Layout, theta: float, limits: Sequence[int] = (), step: Step = decode_step) -> None:
         self.layout, self.theta, self.limits, self.step = layout, theta, limits, step
-        self.has_padding_inputs = True  # in steps: the host knows it except on a GPU
+        self.knows_padding = True  # in steps: the host knows it except on a GPU
         self.scale = layout.key_dim**-0.5
         self.slots: Slots | None = None
         self.clocks = [()] * layout.batch
@@ -92,11 +92,11 @@ class LayerOnSlots:
         q, k = self.rotate(tokens.q, position), self.rotate(tokens.k, position)
         to_admit = TokensToAdmit(tokens.k if ranked else k, tokens.v, tokens.valid, Attention(), tokens.pins)
         if slots is not None and tokens.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
-            counted = tokens.valid[:, 0].tolist() if self.has_padding_inputs else [True] * len(limits)
+            counted = tokens.valid[:, 0].tolist() if self.knows_padding else [True] * len(limits)
             if tokens.pins is not None:
                 self.limits = limits = to_admit.raised_budgets(policy, limits)
             rows = zip(self.clocks, limits, counted, strict=True)
-            ticks = [tick_of(self.layout, clock, limit) if real else (False, clock) for clock, limit, real in rows]
+            ticks = [next_clock(self.layout, clock, limit) if real else (False, clock) for clock, limit, real in rows]
             self.clocks = [clock for _, clock in ticks]
             compact = any(due for due, _ in ticks)
             if tokens.pins is not None:

@@ -117,7 +117,7 @@ def test_a_missed_compaction_stays_within_the_slots(row, data):
     parts = list(stretches(case, [case.prompt] + [1] * 20, 0.3, True))
     layout = layout_for(case.policy, case.budget, parts[0], case.positions == "cache")
     lowered = LayerOnSlots(layout, 1e4)
-    lowered.has_padding_inputs = False
+    lowered.knows_padding = False
     for part in parts:
         assert torch.isfinite(lowered.feed(part)).all()
         assert all(len(head) == len(set(head)) < layout.capacity for row in lowered.positions() for head in row)

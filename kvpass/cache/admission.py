@@ -180,7 +180,7 @@ def _join_candidates(
 
     initial = policy.init_token_state(key.read(), value.read()) if policy.reads_new_keys else {}
     state = dict(past.state)
-    initial[PINNED] = to_admit.pin_mask(policy)[:, None]
+    initial[PINNED] = to_admit.pinned_of(policy)[:, None]
     if layout.row_budgets:
         state[ROW_BUDGET] = state[ROW_BUDGET] + to_admit.pins_on_top(policy)[:, None, None]
     for name, dtype in layout.state().items():
@@ -299,7 +299,7 @@ class TokensToAdmit:
         operands = tuple(each.first_tokens(each.query.shape[2] - cropped) for each in self.operands)
         return TokensToAdmit(key, value, valid, Attention(), pins, self.output_projection, operands)
 
-    def pin_mask(self, policy: Policy) -> Tensor:
+    def pinned_of(self, policy: Policy) -> Tensor:
         """Return bool [B, q]: the tokens to pin."""
         if policy.keep_prompt:
             return self.valid
@@ -308,7 +308,7 @@ class TokensToAdmit:
     def pins_on_top(self, policy: Policy) -> Tensor:
         """Return int64 [B]: the pinned tokens on top of the budget."""
         counted = self.pins is not None and self.pins.on_top
-        return self.pin_mask(policy).sum(-1) * counted
+        return self.pinned_of(policy).sum(-1) * counted
 
     def raised_budgets(self, policy: Policy, budgets: Sequence[int]) -> tuple[int, ...]:
         """Return the budgets of the rows after the tokens are admitted."""

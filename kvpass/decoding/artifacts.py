@@ -177,7 +177,7 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
         ) from error
 
 
-def check_settings(loop: DecodeLoop, wanted: Backend, rows: int | None, prefill_chunk: int | None) -> None:
+def check_loop_settings(loop: DecodeLoop, wanted: Backend, rows: int | None, prefill_chunk: int | None) -> None:
     """Raise ArtifactError unless a loaded loop has the settings of a backend and these arguments of `DecodeLoop`."""
     has = {"rows": loop.requests and loop.requests.count, "prefill_chunk": loop.prefill_chunk}
     wants = {"rows": rows, "prefill_chunk": prefill_chunk}
@@ -233,7 +233,7 @@ class ExportedCall:
         counts = recording.token_counts(layers[0].length if layers else 0, rows, new)
         tensors = dict(named_tensors(self.model))  # which the user may have replaced
         _check_tensors(self.shapes, _tensor_entries(self.model))
-        _check_settings(self.code_settings, _code_settings(self.model))
+        _check_same_model(self.code_settings, _code_settings(self.model))
         arguments = graph.arguments(inputs, counts, tensors)
         if isinstance(graph.runner, ExportedStep):
             ran = graph.runner.call(layers, arguments)
@@ -407,11 +407,11 @@ def _check_model(saved: Mapping[str, Any], model: torch.nn.Module) -> None:
     """Raise ArtifactError unless the model has the class, the configuration and the weights of the export."""
     if type(model).__name__ != saved["class"]:
         raise ArtifactError(f"is for a {saved['class']}, not for a {type(model).__name__}")
-    _check_settings(saved["config"], model_identity.settings_of(model))
-    _check_settings(saved["methods"], model_identity.method_digests(model))
+    _check_same_model(saved["config"], model_identity.settings_of(model))
+    _check_same_model(saved["methods"], model_identity.method_digests(model))
     tensors = dict(named_tensors(model))
     _check_tensors(saved["tensors"], _tensor_entries(model))
-    _check_settings(saved["code"], _code_settings(model))
+    _check_same_model(saved["code"], _code_settings(model))
     others = [name for name, was in saved["weights"].items() if model_identity.weight_digest(tensors[name]) != was]
     if others:
         raise ArtifactError(f"is for other weights: {', '.join(others[:3])} differ, {len(others)} in all")
@@ -423,7 +423,7 @@ def _code_settings(model: torch.nn.Module) -> dict[str, Any]:
     return {**model_identity.module_settings(model), "autocast": autocast}
 
 
-def _check_settings(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def _check_same_model(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise ArtifactError for settings of the model that differ from the export's."""
     found = model_identity.differences(saved, here)
     if found:

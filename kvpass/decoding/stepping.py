@@ -508,7 +508,7 @@ class RepeatedStep:
         """Run the device work of a step."""
         self.state.mark_new_tokens(step.mask)
         step.arguments = step.arguments_after(1)
-        compact, ticked = step.runner.tick(step.inputs.caches, step.arguments)
+        compact, ticked = step.runner.next_clocks(step.inputs.caches, step.arguments)
         if (key, compact) not in self.callables:
             inputs = dataclasses.replace(step.inputs, arguments=step.arguments, compact=compact)
             self.callables[key, compact] = step.runner.bind_fast_step(inputs)
@@ -518,7 +518,7 @@ class RepeatedStep:
     def _replay(self, step: AdoptedStep, key: StepKey) -> None:
         graph_key, caches = (key, self.state.variant), step.inputs.caches
         if graph_key in self.graphs:
-            _, ticked = clocks.tick(caches)
+            _, ticked = clocks.next_clocks(caches)
             clocks.advance_counts(caches, 1, ticked)
         else:
             self.graphs[graph_key] = self._capture(step, key)  # the capture itself advances the host's counts

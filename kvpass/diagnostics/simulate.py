@@ -26,7 +26,7 @@ from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.layer import attend
 from kvpass.runtime.backend_base import Positions
-from kvpass.runtime.clocks import clock_of, tick_of
+from kvpass.runtime.clocks import clock_of, next_clock
 from kvpass.user_budget import Budget, slots_for
 
 Heads = Annotated[
@@ -231,7 +231,7 @@ def _run_compiled(layer: _Layer) -> Trace:
     clock = clock_of(layout, (), layer.prompt, plan.budget)
     outputs, positions = [output], [_positions(layout, slots)]
     for t in range(layer.prompt, layer.q.shape[2]):
-        compact, clock = tick_of(layout, clock, plan.budget)
+        compact, clock = next_clock(layout, clock, plan.budget)
         outputs.append(_compiled_step(layer, layout, slots, t, compact))
         positions.append(_positions(layout, slots))
     whole = slots.joined_classes(layout)

@@ -72,7 +72,7 @@ class PromptRewriteInput:
         stores_unrotated_keys: whether keys are stored before their rotary embedding.
         with_operands: whether `LayerOutputs.operands` are needed.
         examples: Dynamo's arguments.
-        padding_inputs: for each site, the inputs that mark padding, see `kvpass.capture.padding_analysis`.
+        padding_by_site: for each site, the inputs that mark padding, see `kvpass.capture.padding_analysis`.
     """
 
     canonical_gm: fx.GraphModule
@@ -82,7 +82,7 @@ class PromptRewriteInput:
     stores_unrotated_keys: bool
     with_operands: bool
     examples: Sequence[Any]
-    padding_inputs: list[tuple[fx.Node, ...]]
+    padding_by_site: list[tuple[fx.Node, ...]]
 
 
 def rewrite_prompt(given: PromptRewriteInput) -> PromptRewrite:
@@ -101,7 +101,7 @@ def rewrite_prompt(given: PromptRewriteInput) -> PromptRewrite:
         added.append(node)
         return model_outputs + len(added) - 1
 
-    for site, policy, nodes in zip(sites, policies, given.padding_inputs, strict=True):
+    for site, policy, nodes in zip(sites, policies, given.padding_by_site, strict=True):
         padding_inputs = tuple(copy_of[node] for node in nodes)
         with rewritten_gm.graph.inserting_before(copy_of[site.call]):
             all_valid = _valid_tokens(rewritten_gm.graph, copy_of[site.grown_key], padding_inputs)
@@ -144,7 +144,7 @@ def _operands(
 def _renumber(given: PromptRewriteInput, graph: fx.Graph, copy_of: dict[fx.Node, fx.Node]) -> None:
     """Make position ids and masks of the copy count tokens in windows; only the last window is cached."""
     policy, budget = given.policies[0], given.budget
-    padding_inputs = [copy_of[node] for node in given.padding_inputs[0]]
+    padding_inputs = [copy_of[node] for node in given.padding_by_site[0]]
     assert budget is not None  # policies that renumber evict
 
     def valid_and_window(valid: Tensor | None, count: int, device: torch.device) -> tuple[Tensor, int | Tensor]:

@@ -13,7 +13,7 @@ from kvpass.cache.layout import Layout
 from kvpass.policies.types import Clock
 
 
-def tick(
+def next_clocks(
     caches: list[LayerCache], valid: Sequence[Sequence[bool] | None] | None = None
 ) -> tuple[bool, list[tuple[Any, ...]]]:
     """Return whether the policy compacts at this decode step, and the policy clocks after the step.
@@ -36,7 +36,9 @@ def tick(
         case = (id(layout.policy), layout.classes, budgets, cache.clocks, counts and tuple(counts))
         if case not in known:
             rows = zip(cache.clocks, budgets, counts or itertools.repeat(True), strict=False)  # none without a clock
-            known[case] = [tick_of(layout, clock, budget) if real else (False, clock) for clock, budget, real in rows]
+            known[case] = [
+                next_clock(layout, clock, budget) if real else (False, clock) for clock, budget, real in rows
+            ]
         ticked.append(known[case])
     compact = any(due for layer in ticked for due, _ in layer)
     return compact, [tuple(clock for _, clock in layer) for layer in ticked]
@@ -48,7 +50,7 @@ def clock_of(layout: Layout, clock: Clock, new: int, budget: int) -> Clock:
     return tuple(count for own, limit in parts for count in layout.policy.clock(own, new, limit))
 
 
-def tick_of(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:
+def next_clock(layout: Layout, clock: Clock, budget: int) -> tuple[bool, Clock]:
     """Return `Policy.tick` of a row, see `clock_of`; a step compacts if it is due in a class."""
     ticked = [layout.policy.tick(own, limit) for own, limit in clock_by_class(layout, clock, budget)]
     return any(due for due, _ in ticked), tuple(count for _, after in ticked for count in after)

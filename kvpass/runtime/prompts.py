@@ -290,7 +290,7 @@ class PromptRunner(PromptExecutor):
             stores_unrotated_keys=stores_unrotated_keys,
             with_operands=backend.keeps_operands(policies),
             examples=with_heads_first(examples, captured.tokens_first),
-            padding_inputs=padding_inputs_of_sites(canonical_gm, sites, step=False),
+            padding_by_site=padding_inputs_of_sites(canonical_gm, sites, step=False),
         )
         rewrite = rewrite_prompt(given)
         super().__init__(backend, _graph_facts(captured, given, rewrite.outputs))

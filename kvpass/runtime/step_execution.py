@@ -14,7 +14,7 @@ from kvpass.rewrite.pipeline import StepSignature
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.call_context import call_pins
 from kvpass.runtime.call_records import store_undo_records, undo_records_before
-from kvpass.runtime.clocks import advance_counts, tick
+from kvpass.runtime.clocks import advance_counts, next_clocks
 from kvpass.runtime.padding_tracker import PaddingTracker
 from kvpass.runtime.sizes import SizeInterpretation
 from kvpass.runtime.variants import CompiledVariant
@@ -43,7 +43,7 @@ class StepKey(NamedTuple):
 
 def step_key(caches: list[LayerCache]) -> StepKey:
     """Return the key of the next decode step."""
-    compact, _ = tick(caches)
+    compact, _ = next_clocks(caches)
     windows = tuple(cache.stored_tokens < cache.length for cache in caches if cache.window is not None)
     return StepKey(compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.registered_hooks())
 
@@ -78,7 +78,7 @@ class StepExecutor(abc.ABC):
         undo_records, kv_store = undo_records_before(caches, query_len), self.backend.kv_store
         clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
         if query_len == 1:
-            compact, clocks = self.tick(caches, arguments)
+            compact, clocks = self.next_clocks(caches, arguments)
             inputs = dataclasses.replace(inputs, compact=compact)
         step = self._prepare_step(inputs)
         for cache in caches:
@@ -102,9 +102,9 @@ class StepExecutor(abc.ABC):
         pins = call_pins()
         return [(cache, pins) for cache in caches if pins is not None and cache.layout.policy is cache.backend.policy]
 
-    def tick(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
+    def next_clocks(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
         """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""
-        return tick(caches, self.padding.valid_rows(caches, arguments))
+        return next_clocks(caches, self.padding.valid_rows(caches, arguments))
 
     def bind_fast_step(self, inputs: StepInputs) -> BoundStep:
         """Return a callable that advances by one token, as `advance` does, while the caches keep their slots."""

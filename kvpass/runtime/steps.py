@@ -202,7 +202,7 @@ class StepRunner(StepExecutor):
         interpretations = self.sizes.size_interpretations(caches, arguments)
         if len(interpretations) == 1:
             return interpretations[0]
-        compact, _ = self.tick(caches, arguments) if self.query_len(arguments) == 1 else (False, [])
+        compact, _ = self.next_clocks(caches, arguments) if self.query_len(arguments) == 1 else (False, [])
         refusals = []
         for interpretation in interpretations:
             try:

@@ -20,7 +20,7 @@ def test_layers_with_other_classes_of_heads_are_due_at_other_times() -> None:
 
     many, few = layer(24, 12, 10), layer(24, 12, 9)
     for order in ([many, few], [few, many]):
-        compact, ticked = clocks.tick(order)
+        compact, ticked = clocks.next_clocks(order)
         assert compact
-        assert ticked == [clocks.tick([each])[1][0] for each in order]
-    assert not clocks.tick([many])[0]
+        assert ticked == [clocks.next_clocks([each])[1][0] for each in order]
+    assert not clocks.next_clocks([many])[0]

@@ -124,7 +124,7 @@ def _loop_of(parsed: argparse.Namespace, policy: Policy, model: torch.nn.Module)
     if parsed.artifact is not None and parsed.artifact.exists():
         try:
             loaded = artifacts.load(parsed.artifact, model, read_interval=parsed.read_interval)
-            artifacts.check_settings(loaded, backend(policy, **settings), **sizes)
+            artifacts.check_loop_settings(loaded, backend(policy, **settings), **sizes)
         except ArtifactError as error:
             log.warning("the model is compiled, and --artifact written again: %s", error)
         else:

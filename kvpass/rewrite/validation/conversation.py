@@ -51,7 +51,7 @@ class StepCase:
         return self.context.given
 
     @functools.cached_property
-    def padding_inputs(self) -> dict[fx.Node, int]:
+    def padding_indices(self) -> dict[fx.Node, int]:
         """The inputs that mark padding, and their indices."""
         placeholders = walk.placeholders(self.given.canonical_gm.graph)
         return {node: placeholders.index(node) for nodes in self.given.padding_inputs.by_layer for node in nodes}
@@ -141,7 +141,7 @@ class Conversation:
                 valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
                 if self.plan.has_gap and not self.case.stores_unrotated_keys and self.count >= 6:
                     valid[row, self.count // 2 + row % 2] = False
-        inputs = [self.case.given.arguments[index] for index in self.case.padding_inputs.values()]
+        inputs = [self.case.given.arguments[index] for index in self.case.padding_indices.values()]
         if any(column.numel() == column.shape[-1] for column in inputs):  # it marks the same tokens in every row
             valid[:] = valid[:1].clone()
         return valid
@@ -188,11 +188,11 @@ class Conversation:
     def _plain_arguments(self) -> tuple[Any, ...]:
         """Return the arguments of the call without the past, cut to the length of the conversation."""
         arguments = [self._cut_argument(i, node) for i, node in enumerate(self.placeholders)]
-        padding_inputs = self.case.padding_inputs.values()
+        marks = self.case.padding_indices.values()
         for i, argument in enumerate(arguments):
-            if i not in padding_inputs and i not in self._pasts and self._is_ids(argument):
+            if i not in marks and i not in self._pasts and self._is_ids(argument):
                 arguments[i] = self._continue_ids(argument)
-        for node, index in self.case.padding_inputs.items():
+        for node, index in self.case.padding_indices.items():
             if node in self.case.given.padding_inputs.known:
                 arguments[index] = self._mark_padding(arguments[index])
         for index in self.case.context.rotations.positions:
@@ -270,7 +270,7 @@ class Conversation:
         """Return whether the model's own positions count real tokens only."""
         site = self.case.given.sites[layer]
         rotary = None if self.valid.all() else find_rotary(site)
-        return rotary is not None and not self.case.padding_inputs.keys().isdisjoint(walk.ancestors(rotary.position))
+        return rotary is not None and not self.case.padding_indices.keys().isdisjoint(walk.ancestors(rotary.position))
 
     def _rotate(self, rotary: RotarySubgraph, key: Tensor, follows: bool, bound: list[Any]) -> Tensor:
         table = rotary.table(self.count, bound[: len(rotary.angles.bound)], key.device)

@@ -46,9 +46,9 @@ class PromptCase:
     given: PromptRewriteInput
 
     @functools.cached_property
-    def padding_inputs(self) -> list[int]:
+    def padding_indices(self) -> list[int]:
         """The indices of the inputs that mark padding."""
-        return [*map(walk.placeholders(self.given.canonical_gm.graph).index, self.given.padding_inputs[0])]
+        return [*map(walk.placeholders(self.given.canonical_gm.graph).index, self.given.padding_by_site[0])]
 
     def rewrite(self) -> PromptRewrite:
         """Return the rewritten graph, with the model's own logits."""
@@ -158,7 +158,7 @@ def _other_sizes(
             }
             sizes = {**current, **new_rows, **longer, **({rows: count} if variable else {})}
             allowed = symbolic_shapes.are_true(guards, sizes) and all(_in_range(node, sizes) for node in inputs)
-            padding_inputs = [inputs[index] for index in prompt.padding_inputs]
+            padding_inputs = [inputs[index] for index in prompt.padding_indices]
             if allowed and all(_marks_rows(node, example_value(site.key).shape[0], sizes) for node in padding_inputs):
                 yield sizes
                 break
@@ -200,7 +200,7 @@ def _resize(node: fx.Node, argument: Any, sizes: dict[Any, int]) -> Any:
 def _with_padding(prompt: PromptCase, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Pad each row on its left by a different number of tokens, and later rows also in the middle."""
     padded = list(arguments)
-    for index in prompt.padding_inputs:
+    for index in prompt.padding_indices:
         column = torch.ones_like(padded[index])
         for row, entries in enumerate(column.reshape(-1, column.shape[-1])):
             entries[: (row + 1) % 3] = 0
@@ -219,7 +219,7 @@ def _prompt_call(
     except TypeError:  # not all symbols are sizes of inputs
         return None
     real = torch.ones(1, query_len, dtype=torch.bool)
-    for index in prompt.padding_inputs:
+    for index in prompt.padding_indices:
         total = arguments[index].shape[-1] if site.past_key is not None else query_len
         column = arguments[index].reshape(-1, arguments[index].shape[-1])[:, total - query_len : total]
         real = real & (column != 0).cpu()

@@ -134,7 +134,7 @@ def _tokens_of_interest(constants: list[int], count: int, query_len: int) -> tup
 
 
 def _has_ids(case: StepCase) -> bool:
-    others = {*case.padding_inputs.values(), *(index for pair in case.pasts for index in pair)}
+    others = {*case.padding_indices.values(), *(index for pair in case.pasts for index in pair)}
     inputs = [node for i, node in enumerate(walk.placeholders(case.dynamo_gm.graph)) if i not in others]
     ids = [node for node in inputs if walk.is_tensor(node) and not example_value(node).is_floating_point()]
     return any(case.given.sizes.growing_dims(example_value(node)) for node in ids)
@@ -181,7 +181,7 @@ def _inputs_serve(case: StepCase, count: int) -> bool:
     """
     placeholders, pasts = walk.placeholders(case.dynamo_gm.graph), {index for pair in case.pasts for index in pair}
     if not all(
-        case.given.sizes.grows(example_value(placeholders[index]).shape[-1]) for index in case.padding_inputs.values()
+        case.given.sizes.grows(example_value(placeholders[index]).shape[-1]) for index in case.padding_indices.values()
     ):
         return False
     for index, (node, argument) in enumerate(zip(placeholders, case.given.arguments, strict=True)):
