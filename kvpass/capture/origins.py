@@ -147,8 +147,9 @@ def check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node], along: 
     numbered = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
     dtype, moved = example_value(grown).dtype, numbered
     for node in reversed(chain):
-        if not example_value(node).dtype == dtype and not is_as_wide(example_value(node).dtype, dtype):
-            raise CacheRefused(f"attention reads the {dtype} cache in {example_value(node).dtype}, which loses digits")
+        read = example_value(node).dtype
+        if read != dtype and not is_as_wide(read, dtype):
+            raise CacheRefused(f"attention reads the {dtype} cache in {read}: kvpass would return other numbers")
         moved = small.try_run(node, {node.all_input_nodes[0]: moved}) if has_tag(node, "moves") else moved
         if moved is None:
             line = walk.source_line(node)
