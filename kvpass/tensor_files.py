@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -28,18 +30,41 @@ def write(
         KVPassError: of the class `error`, the file cannot be written.
     """
     safetensors = library()
-    name, unfinished = os.fspath(path), f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}.unfinished"
-    check_writable(name, error)
-    stored = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    text = json.dumps(metadata)
+    with whole_file(path, error) as unfinished:
+        stored = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        text = json.dumps(metadata)
+        try:
+            safetensors.torch.save_file(stored, unfinished, metadata={key: text, DIGEST: _digest(text, stored)})
+        except safetensors.SafetensorError as found:
+            raise OSError(str(found)) from found
+
+
+def write_text(path: str | os.PathLike[str], text: str, error: type[KVPassError], remedy: str = "") -> None:
+    """Write a text to a file, which appears when it is complete; see `whole_file`."""
+    with whole_file(path, error, remedy) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str], error: type[KVPassError], remedy: str = "") -> Iterator[Path]:
+    """Yield the path of an unfinished file, which replaces the file at `path` if no error is raised inside.
+
+    Args:
+        remedy: what to do if the file cannot be written, to end the message.
+
+    Raises:
+        KVPassError: of the class `error`, the file cannot be written.
+    """
+    check_writable(path, error)
+    unfinished = Path(f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}.unfinished")
     try:
-        safetensors.torch.save_file(stored, unfinished, metadata={key: text, DIGEST: _digest(text, stored)})
-        finish(unfinished, name)
-    except (OSError, safetensors.SafetensorError) as found:
-        raise error(f"{name} cannot be written: {found}") from found
+        yield unfinished
+        finish(unfinished, path)
+    except OSError as found:
+        raise error(f"{os.fspath(path)} cannot be written: {found}{remedy}") from found
     finally:
-        if os.path.exists(unfinished):
-            os.remove(unfinished)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 def check_writable(path: str | os.PathLike[str], error: type[KVPassError]) -> None:
@@ -67,6 +92,19 @@ def finish(unfinished: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
     os.replace(unfinished, path)
 
 
+@contextlib.contextmanager
+def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Let one process at a time run the block for a folder, where the system has advisory locks."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):  # not on every platform, nor on every network file system
+            import fcntl
+
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
 def read(path: str | os.PathLike[str], key: str, what: str, error: type[KVPassError]) -> tuple[Any, dict[str, Tensor]]:
     """Return the metadata and the tensors that `write` has written.
 
@@ -78,6 +116,8 @@ def read(path: str | os.PathLike[str], key: str, what: str, error: type[KVPassEr
         KVPassError: of the class `error`, the file does not exist, is damaged or has other content.
     """
     safetensors, name, noun = library(), os.fspath(path), what.partition(" ")[2]
+    if os.path.isdir(name):  # the system calls a folder a missing device
+        raise error(f"cannot read {what} from {name}: it is a folder; give the path of a file")
     try:
         with safetensors.safe_open(name, "pt") as file:
             metadata = file.metadata() or {}

@@ -1,9 +1,11 @@
-"""Change saved caches, as a damaged disk or another program would."""
+"""Change saved caches, as a damaged disk or another program would, and fill the disk."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +27,14 @@ def changed(path: Path, change: Change, out: Path) -> Path:
     change(header, tensors)
     safetensors.torch.save_file(tensors, out, metadata={KEY: json.dumps(header)})
     return out
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file of this process become longer than 64 bytes, so that writing fails in the middle."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -31,8 +31,9 @@ MANIFEST = "manifest.json"
 def check_target(target: Path) -> None:
     """Raise ArtifactError if the target exists and is not an artifact, or if its folder takes no new files."""
     tensor_files.check_folder(target, ArtifactError)
-    if target.exists() and not (target / MANIFEST).is_file():
-        raise ArtifactError(f"{target} exists and is not an artifact: give another path")
+    with tensor_files.locked(target.absolute().parent):  # as another process may replace the artifact
+        if target.exists() and not (target / MANIFEST).is_file():
+            raise ArtifactError(f"{target} exists and is not an artifact: give another path")
 
 
 @contextlib.contextmanager
@@ -52,9 +53,10 @@ def write_folder(target: Path) -> Iterator[ExportFiles]:
     try:
         yield ExportFiles(folder)
         os.chmod(folder, 0o755)  # `mkdtemp` lets only the owner read it
-        if target.exists():
-            os.replace(target, replaced)
-        os.replace(folder, target)
+        with tensor_files.locked(parent):  # several servers may export what they found missing
+            if target.exists():
+                os.replace(target, replaced)
+            os.replace(folder, target)
     except BaseException as error:  # an interrupt must not leave an unfinished folder either
         if replaced.exists() and not target.exists():
             os.replace(replaced, target)

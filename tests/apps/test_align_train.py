@@ -15,6 +15,7 @@ from kvpass.apps.align.data import lengths, pair, run_windows, windows
 from kvpass.apps.align.train import TrainingSettings, draw, learning_rate, network_of, train
 from kvpass.errors import AlignerError
 from kvpass.policies.aligners.signature import signature_of
+from tests.changed_files import full_disk
 from tests.models import build
 
 SMALL = TrainingSettings(window=24, steps=40, tokens=200, hidden=(32, 32), embedding=8)
@@ -163,7 +164,7 @@ def test_a_run_killed_while_saving_leaves_the_checkpoint_before(tmp_path, monkey
     def killed_at_second_call(*arguments):
         if next(calls) == 1:
             if function is torch.save:
-                arguments[1].write_bytes(b"the first half")
+                arguments[1].write(b"the first half")
             raise Killed
         return function(*arguments)
 
@@ -174,6 +175,15 @@ def test_a_run_killed_while_saving_leaves_the_checkpoint_before(tmp_path, monkey
     assert torch.load(checkpoint)["step"] == 2
     assert train(model, text(), settings, checkpoint).aligner == whole.aligner
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+@pytest.mark.usefixtures("capsys")  # in place of pytest's file, which the bar could not be written to either
+def test_a_full_disk_is_an_error_that_names_the_checkpoint(tmp_path):
+    settings, checkpoint = dataclasses.replace(SMALL, steps=2), tmp_path / "run.pt"
+    message = r"run.pt cannot be written: .*File too large; free space there, and run the command again"
+    with full_disk(), pytest.raises(AlignerError, match=message):
+        train(build("GPT2"), text(), settings, checkpoint)
+    assert not list(tmp_path.iterdir())
 
 
 def test_too_little_text_and_bad_settings_are_named():

@@ -7,7 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +336,30 @@ def test_an_artifact_stays_until_the_next_one_is_complete(tmp_path: Path, monkey
         pass
     assert [each.name for each in tmp_path.iterdir()] == ["made"]
     assert (tmp_path / "made" / artifact_folder.MANIFEST).read_text() == "old"
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_two_exports_may_write_one_folder(exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that one artifact is left, whole, if both become complete at once."""
+    target, both, replace = tmp_path / "made", threading.Barrier(2, timeout=60), os.replace
+
+    def replace_slowly(source: Any, there: Any) -> None:
+        time.sleep(0.1)
+        replace(source, there)
+
+    def write(text: str) -> None:
+        with artifact_folder.write_folder(target) as files:
+            (files.folder / artifact_folder.MANIFEST).write_text(text)
+            both.wait()
+
+    if exists:
+        target.mkdir()
+        (target / artifact_folder.MANIFEST).write_text("old")
+    monkeypatch.setattr(os, "replace", replace_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(write, ["first", "second"]))
+    assert [each.name for each in tmp_path.iterdir()] == ["made"]
+    assert (target / artifact_folder.MANIFEST).read_text() in ("first", "second")
 
 
 @pytest.mark.slow

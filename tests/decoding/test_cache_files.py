@@ -372,6 +372,8 @@ def test_damaged_and_missing_files_are_refused(saved: Path, compiled: Any, tmp_p
             kvpass.load_cache(damaged, compiled)
     with pytest.raises(CacheFileError, match=r"cannot read a cache of kvpass from .*none"):
         kvpass.load_cache(tmp_path / "none", compiled)
+    with pytest.raises(CacheFileError, match=f"cannot read a cache of kvpass from {tmp_path}: it is a folder"):
+        kvpass.load_cache(tmp_path, compiled)
     safetensors.torch.save_file({"x": torch.zeros(1)}, damaged)
     with pytest.raises(CacheFileError, match="holds no cache of kvpass"):
         kvpass.load_cache(damaged, compiled)

@@ -39,7 +39,7 @@ def train(parsed: argparse.Namespace) -> None:
     trained = train_aligner(loaded.model, stream, settings, checkpoint)
     aligners.save(trained.aligner, out, getattr(torch, parsed.dtype))
     summary = figures(trained, settings, len(stream))
-    figures_file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    tensor_files.write_text(figures_file, json.dumps(summary, indent=2) + "\n", KVPassError)
     checkpoint.unlink(missing_ok=True)
     print(json.dumps(summary, indent=2))
 

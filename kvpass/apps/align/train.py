@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import math
 import time
 from collections.abc import Iterator
@@ -271,9 +272,11 @@ class _Trainer:
             return
         state = {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
         about = {"settings": repr(self.settings), "data": self.data_digest, "step": step, "seconds": seconds}
-        unfinished = self.checkpoint.with_name(f"{self.checkpoint.name}.unfinished")
-        torch.save(state | about, unfinished)
-        tensor_files.finish(unfinished, self.checkpoint)
+        content = io.BytesIO()
+        remedy = "; free space there, and run the command again: it continues after its last checkpoint"
+        torch.save(state | about, content)  # to a file it raises a RuntimeError of its own if the disk is full
+        with tensor_files.whole_file(self.checkpoint, AlignerError, remedy) as unfinished:
+            unfinished.write_bytes(content.getbuffer())
 
 
 def draw(model: Any, stream: Tensor, settings: TrainingSettings, seed: int) -> StepData:

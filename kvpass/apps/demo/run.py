@@ -173,9 +173,10 @@ class Demo:
 
     def _write(self, name: str, part: PartResult) -> None:
         text = json.dumps({"caption": part.caption, "rows": part.rows}, indent=1)
-        (self.settings.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+        tensor_files.write_text(self.settings.out / f"{name}.json", text + "\n", KVPassError)
         if part.figure is not None:
-            part.figure.savefig(self.settings.out / f"{name}.png", dpi=110, metadata={"Title": part.caption})
+            with tensor_files.whole_file(self.settings.out / f"{name}.png", KVPassError) as unfinished:
+                part.figure.savefig(unfinished, format="png", dpi=110, metadata={"Title": part.caption})
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -367,4 +368,4 @@ def _write_page(path: Path, results: dict[str, PartResult]) -> None:
         f"## {name}\n\n{part.caption}\n\n{markdown(part.rows) if part.rows else 'Nothing to show.'}"
         for name, part in results.items()
     ]
-    path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    tensor_files.write_text(path, "\n\n".join(sections) + "\n", KVPassError)

@@ -8,17 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpass import policies
+from kvpass import policies, tensor_files
 from kvpass.apps.evaluation.session import Measure, Row
 from kvpass.apps.evaluation.settings import Result
 from kvpass.apps.evaluation.tables import markdown
+from kvpass.errors import KVPassError
 
 
 def write(folder: Path, measures: Sequence[Measure], results: Sequence[Result]) -> str:
     """Write `results.md`, and a picture for each measure if matplotlib is installed; return the Markdown."""
     sections = [section(measure, results) for measure in measures]
     text = "\n\n".join(part for part in sections if part) + "\n"
-    (folder / "results.md").write_text(text, encoding="utf-8")
+    tensor_files.write_text(folder / "results.md", text, KVPassError)
     if importlib.util.find_spec("matplotlib") is not None:
         draw(folder, measures, results)
     return text
@@ -66,7 +67,8 @@ def draw(folder: Path, measures: Sequence[Measure], results: Sequence[Result]) -
         curves = lines(measure, [result for result in _results_of(measure, results) if result.error is None])
         if any(len(points) > 1 for points in curves.values()):
             figure = plots.lines({measure.name: curves}, measure.x_key, measure.y_key)
-            figure.savefig(folder / f"{measure.name}.png", dpi=90)
+            with tensor_files.whole_file(folder / f"{measure.name}.png", KVPassError) as unfinished:
+                figure.savefig(unfinished, format="png", dpi=90)
 
 
 def lines(measure: Measure, results: Sequence[Result]) -> dict[str, list[tuple[float, float]]]:

@@ -121,31 +121,34 @@ class Results:
         self.path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for path in (self.path, self.path.with_suffix(".md")):
-                tensor_files.check_writable(path, KVPassError)
-            stored = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else []
-            self.entries = [Result(**entry) for entry in stored]
-        except (OSError, TypeError, ValueError, RecursionError) as error:
-            raise KVPassError(f"cannot continue with the results in {folder}: {error}; choose another --out") from error
+        except OSError as error:
+            raise KVPassError(f"cannot write results to the folder {folder}: {error}; choose another --out") from error
+        for path in (self.path, self.path.with_suffix(".md")):
+            tensor_files.check_writable(path, KVPassError)
+        self.entries = self._stored()
 
     def of(self, key: dict[str, Any]) -> Result | None:
         """Return the result of a case; None if there is none, or a refusal, which a later version may lift."""
         return next((result for result in self.entries if result.key == key and result.error is None), None)
 
     def add(self, result: Result) -> None:
-        """Add a result, or replace the same case's; a run that is killed here leaves the old file.
+        """Add a result to the file, or replace the same case's.
+
+        Results that another run has added meanwhile stay.  A run that is killed here leaves the old file.
 
         Raises:
             KVPassError: the file cannot be written.
         """
-        self.entries = [*(entry for entry in self.entries if entry.key != result.key), result]
-        unfinished = self.path.with_suffix(".new")
-        text = json.dumps([dataclasses.asdict(entry) for entry in self.entries], indent=1) + "\n"
+        with tensor_files.locked(self.path.parent):
+            self.entries = [*(entry for entry in self._stored() if entry.key != result.key), result]
+            text = json.dumps([dataclasses.asdict(entry) for entry in self.entries], indent=1) + "\n"
+            remedy = "; free space there, and run the command again: it continues after the last complete result"
+            tensor_files.write_text(self.path, text, KVPassError, remedy)
+
+    def _stored(self) -> list[Result]:
+        """Return the results in the file, or raise KVPassError if it has something else."""
         try:
-            unfinished.write_text(text, encoding="utf-8")
-            tensor_files.finish(unfinished, self.path)
-        except OSError as error:
-            raise KVPassError(
-                f"{self.path} cannot be written: {error}; free space there, and run the command again: it continues "
-                "after the last complete result"
-            ) from error
+            stored = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else []
+            return [Result(**entry) for entry in stored]
+        except (OSError, TypeError, ValueError, RecursionError) as error:
+            raise KVPassError(f"cannot continue with {self.path}: {error}; choose another --out") from error

@@ -292,9 +292,7 @@ def lock_folder(folder: Path) -> IO[bytes] | None:
 def _write(cache: Any, notes: str, path: Path, notes_path: Path) -> None:
     """Write the cache, then the notes that name it, and remove the caches of earlier notes."""
     save_cache(cache, path)
-    unfinished = notes_path.with_suffix(".unfinished")
-    unfinished.write_text(notes, encoding="utf-8")
-    tensor_files.finish(unfinished, notes_path)
+    tensor_files.write_text(notes_path, notes, CacheFileError)
     _remove_caches(path.parent, [path], notes_path.stem)
 
 

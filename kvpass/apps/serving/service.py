@@ -155,6 +155,10 @@ class Service:
         if isinstance(fields, ChatFields):
             return [[*before, *self.loaded.encode([self._render(fields, conversation)])[0]]]
         assert isinstance(fields, CompletionFields)
+        known = range(self.engine.loop.model_call.vocabulary or len(self.loaded.tokenizer))
+        for token in (token for prompt in fields.prompt if not isinstance(prompt, str) for token in prompt):
+            if token not in known:  # the tokenizer cannot decode it either
+                raise ApiError(f"prompt: token {token} is not in the vocabulary of {len(known)}", param="prompt")
         return [
             [*before, *(self._encode(prompt, not before) if isinstance(prompt, str) else prompt)]
             for prompt in fields.prompt

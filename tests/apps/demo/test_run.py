@@ -13,6 +13,7 @@ import torch
 import transformers
 from PIL import Image
 
+from kvpass import tensor_files
 from kvpass.apps import checkpoint, cli, corpus
 from kvpass.apps.demo import run
 from kvpass.apps.demo.chat import QUESTIONS
@@ -21,6 +22,7 @@ from kvpass.apps.evaluation.session import PositionSnapshot
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import BudgetError, CheckpointError, KVPassError
 from kvpass.policies import Policy
+from tests.changed_files import full_disk
 
 TOKENIZER = Path(__file__).parents[3] / "kvpass" / "apps" / "data" / "tokenizer"
 SIZES = DemoSizes(answer=6, chunk=16, beyond=40, parts=6, prompt=120, trials=1, timed=40, steps=4)
@@ -140,6 +142,30 @@ def test_a_folder_that_takes_no_files_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
     with pytest.raises(KVPassError, match=f"{tmp_path / 'demo.md'} cannot be written: there is no folder {tmp_path}"):
         run.main(DemoSettings("nowhere", out=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["book.json", "book.png", "demo.md"])
+def test_a_full_disk_is_an_error_that_names_the_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OneTable(run.Demo):
+        def __init__(self, settings: DemoSettings) -> None:
+            self.settings = settings
+
+        def run(self) -> None:
+            rows: list[Any] = [{"policy": "h2o", "perplexity": 20.0}]
+            part = run.PartResult("caption " * 9, rows, run.Figure() if name == "book.png" else None)
+            self._write("book", part)
+            run._write_page(self.settings.out / run.PAGE, {"book": part})
+
+    write_text = tensor_files.write_text
+    monkeypatch.setattr(
+        tensor_files, "write_text", lambda path, *rest: write_text(path, *rest) if path.name == name else None
+    )
+    monkeypatch.setattr(run, "Demo", OneTable)
+    with full_disk(), pytest.raises(KVPassError, match=f"{name} cannot be written: .*File too large"):
+        run.main(DemoSettings("nowhere", out=tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_kept_tokens_are_counted_by_region() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from kvpass import tensor_files
 from kvpass.apps import cli
 from kvpass.apps.evaluation import report, run
 from kvpass.apps.evaluation.full_cache import CacheLayer, FullCache
@@ -24,6 +26,7 @@ from kvpass.policies.full import Full
 from kvpass.policies.h2o import H2O
 from tests.apps.evaluation.conftest import TOKENIZER
 from tests.calibrations import random_gates
+from tests.changed_files import full_disk
 
 
 def settings(**more: Any) -> EvaluationSettings:
@@ -94,7 +97,7 @@ def test_results_are_read_as_they_were_written_and_refusals_are_tried_again(tmp_
 @pytest.mark.parametrize("text", ["[{", "[1]", "[" * 100_000, "null"])
 def test_a_folder_with_something_else_is_left_alone(text: str, tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(text)
-    with pytest.raises(KVPassError, match="cannot continue with the results"):
+    with pytest.raises(KVPassError, match=f"cannot continue with {tmp_path / FILE}: "):
         Results(tmp_path)
     assert (tmp_path / FILE).read_text() == text
 
@@ -103,10 +106,43 @@ def test_results_that_cannot_be_written_leave_the_complete_file(tmp_path: Path) 
     results = Results(tmp_path)
     results.add(result("h2o", 8, Perplexity()))
     before = (tmp_path / FILE).read_text()
-    (tmp_path / FILE).with_suffix(".new").mkdir()  # in place of a full disk
-    with pytest.raises(KVPassError, match=r"results.json cannot be written: .*; free space there"):
+    with full_disk(), pytest.raises(KVPassError, match=r"results.json cannot be written: .*; free space there"):
         results.add(result("h2o", 16, Perplexity()))
     assert (tmp_path / FILE).read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize("plots", [False, True])
+def test_a_full_disk_is_an_error_of_the_tables_and_pictures(
+    plots: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = RecallMeasure((32, 64))
+    arguments: Any = (tmp_path, [measure], [result("h2o", 8, measure)])
+    if plots:
+        monkeypatch.setattr(tensor_files, "write_text", lambda *_: None)
+    name = "recall.png" if plots else "results.md"
+    with full_disk(), pytest.raises(KVPassError, match=f"{name} cannot be written: .* File too large"):
+        report.write(*arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_two_runs_may_write_to_one_folder(together: bool, tmp_path: Path) -> None:
+    """Check that the results of each run stay, and that the file has a case that both measured once."""
+    runs = [Results(tmp_path) for _ in range(2)]
+
+    def add_all(number: int) -> None:
+        for budget in range(8, 14):
+            runs[number].add(result("h2o", budget + 6 * number, Perplexity()))
+        runs[number].add(result("h2o", 99, Perplexity()))
+
+    if together:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(add_all, range(2)))
+    else:
+        add_all(0)
+        add_all(1)
+    assert sorted(entry.key["budget"] for entry in Results(tmp_path).entries) == [*range(8, 20), 99]
 
 
 @pytest.mark.parametrize("name", [FILE, "results.md"])
