@@ -14,13 +14,17 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from kvpass.capture import products
 from kvpass.fx import alias, op_table, propagation, splicing, walk
 from kvpass.fx.walk import example_value, is_tensor
 from kvpass.torch_private import fx_nodes
 
 
 def multiply_outer_products(graph: fx.Graph) -> None:
-    """Replace products of float32 matrices [..., m, 1] and [..., 1, n] by multiplications, with equal results."""
+    """Replace products of float32 matrices [..., m, 1] and [..., 1, n] by multiplications, with equal results.
+
+    The product of one token's probabilities and value stays, because attention is read from its products.
+    """
     for node in filter(_is_outer_product, graph.nodes):
         node.target, node.op = operator.mul, "call_function"
 
@@ -50,7 +54,9 @@ def _is_outer_product(node: fx.Node) -> bool:
         return False
     if example_value(node).dtype != torch.float32:  # under autocast the product is rounded
         return False
-    return bool(one.dtype == other.dtype == torch.float32 and one.shape[-1] == 1 and other.shape[-2] == 1)
+    if one.dtype != torch.float32 or other.dtype != torch.float32 or one.shape[-1] != 1 or other.shape[-2] != 1:
+        return False
+    return not products.is_from_product(products.required_tensor(node.args[0]))
 
 
 def replace_vmap(graph: fx.Graph) -> None:

@@ -189,6 +189,18 @@ def test_every_spelling_is_rewritten_and_right(spelling: Spelling) -> None:
     assert not torch.allclose(bounded[0], expected, atol=1e-3)  # tokens were evicted
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@torch.no_grad()
+def test_every_spelling_is_read_in_a_prompt_of_one_token(spelling: Spelling) -> None:
+    model, ids = Model(spelling).eval(), torch.tensor([[5], [9]])
+    expected, _ = model(ids)
+    torch._dynamo.reset()
+    out, past = torch.compile(model, backend=kvpass.backend("h2o", budget=6, inner="eager"))(ids)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    assert kvpass.inspect(past).seen == 1
+
+
 def test_a_table_that_ends_is_an_error_and_not_read_beyond() -> None:
     model, ids = Model(bias_from_the_end).eval(), torch.zeros(2, TABLE + 1, dtype=torch.int64)
     torch._dynamo.reset()
