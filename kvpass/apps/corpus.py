@@ -113,6 +113,12 @@ def texts_of(paths: Sequence[Path], bundled: bool) -> dict[str, str]:
     return {path.name: text for path in held_out_files() for text in read([path])} if bundled else prose()
 
 
+def check_kept(text: Path | None, *written: Path) -> None:
+    """Raise KVPassError if a command would overwrite the text that it reads; the first file is its `--out`."""
+    if text is not None and text.resolve() in [path.resolve() for path in written]:
+        raise KVPassError(f"cannot write {written[0]}: the run would overwrite its text {text}; choose another --out")
+
+
 def read_file(path: Path) -> str:
     """Return the text of a file, or raise KVPassError if it cannot be read as UTF-8."""
     try:

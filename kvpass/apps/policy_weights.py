@@ -29,6 +29,7 @@ def write_calibration(parsed: argparse.Namespace) -> None:
         KVPassError: a model, text or folder that cannot be used; see also `kvpass.calibrate`.
     """
     tensor_files.check_writable(parsed.out, KVPassError)
+    corpus.check_kept(parsed.text, parsed.out)
     model, tokens = _model_and_tokens(parsed, MAX_WEIGHT_TOKENS)
     calibration = calibrate(model, tokens, window=parsed.window)
     calibration.save(parsed.out)
@@ -47,6 +48,7 @@ def write_gates(parsed: argparse.Namespace) -> None:
         KVPassError: a model, text, table or folder that cannot be used; see also `measure_gates`.
     """
     tensor_files.check_writable(parsed.out, KVPassError)
+    corpus.check_kept(parsed.text or parsed.table, parsed.out)
     if parsed.table is not None:
         head_gates = HeadGates.of_table(parsed.table, _architecture(parsed.model))
     else:

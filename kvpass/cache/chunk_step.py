@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpass.cache.cached_attention import AttentionOutput, CachedAttention, NewTokens, class_by_class
 from kvpass.cache.layout import Layout
 from kvpass.cache.slots import Slots
-from kvpass.cache.step import add_biases, log_sum_exp, stored_vectors, with_logit_scale, with_mask
+from kvpass.cache.step import add_biases, log_sum_exp, logit_bias, stored_vectors, with_logit_scale, with_mask
 from kvpass.lowering.attend import attend, by_kernel
 from kvpass.lowering.attention_statistics import StatisticsOperands, fuses_attention, statistics
 from kvpass.lowering.formats import Sections, plain
@@ -48,7 +48,7 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
         dtype = torch.float32  # float16 cannot hold the values that mask tokens
     full_mask = _per_head(_combined_mask(mask, bias, dtype), query, keys, layout.heads)
     operands = chunk_operands(layout, call.scale, call.cap, query, keys, full_mask, call.sink_logit)
-    policy_bias = policy.bias(tokens, query.shape[1] // layout.heads)
+    policy_bias = logit_bias(policy, tokens, query.shape[1] // layout.heads)
     lse, computed = None, None
     if policy_bias is None and _by_library(call) and fuses_attention(policy, query, keys, values, full_mask):
         output, *computed = statistics(policy, operands, valid, tokens.budget, values)

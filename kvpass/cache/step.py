@@ -105,7 +105,7 @@ class _QueryView:
             key, value = plain(keys), plain(values)
         mask = call.mask(index, tokens.position, key_features) if call.mask else None
         mask, bias = with_mask(live, mask, call.hidden_logit)
-        policy_bias = layout.policy.bias(tokens, grouped.shape[2])
+        policy_bias = logit_bias(layout.policy, tokens, grouped.shape[2])
         policy_bias = None if policy_bias is None else policy_bias[..., None, :]
         heads = key.shape[1]
         if heads != layout.heads:  # keys are computed from stored vectors
@@ -191,6 +191,15 @@ def with_logit_scale(policy: Policy, query: Tensor, count: Tensor) -> Tensor:
     """Scale queries [B, ...] by the policy's factor on their logits for `count` [B, 1] tokens."""
     factor = policy.logit_scale(count)
     return query if factor is None else (query * factor.view(-1, *[1] * (query.ndim - 1))).to(query.dtype)
+
+
+def logit_bias(policy: Policy, tokens: Tokens, groups: int) -> Tensor | None:
+    """Return the policy's bias with an entry for each token, [., ., ., N], or None."""
+    bias = policy.bias(tokens, groups)
+    if bias is None:
+        return None
+    leading = bias.shape[:-1]
+    return bias.expand(*[1] * (3 - len(leading)), *leading, tokens.position.shape[-1])
 
 
 def _rotation(call: CachedAttention, tokens: Tokens) -> RotateKeys | None:

@@ -14,20 +14,20 @@ import optree
 import torch
 from torch import Tensor
 
-from kvpass.arguments import check_class_attribute, require
+from kvpass.arguments import check_class_attribute, require, short_text
 from kvpass.errors import OUT_OF_MEMORY, KVPassError, PolicyError
-from kvpass.policies.types import Tokens
+from kvpass.policies.budgets import HeadClass, Plan
+from kvpass.policies.types import Merge, Tokens
 from kvpass.torch_private.tensors import is_fake, write_count
 
 Hook = Callable[..., Any]
-_CHANGES = ("observe", "observe_chunk", "init_token_state", "project")
-"""Hooks that return changes of the state."""
 _ON_HOST = ("minimum_budget", "check_budget", "capacity", "for_layer", "clock", "tick", "state", "row_state")
 """Hooks that take numbers; some run for each row at each step."""
 _MARK = "checked_by_kvpass"
 HOOKS = (
-    *("score", "victim", "compact", "rescore", "merge_evicted", "align", "bias", "logit_scale", *_CHANGES),
-    *("plan", "head_classes", "head_counts", "layer_weights", "scan", "smoothed", *_ON_HOST),
+    *("score", "victim", "compact", "rescore", "merge_evicted", "align", "bias", "logit_scale", "observe", "project"),
+    *("observe_chunk", "init_token_state", "plan", "head_classes", "head_counts", "layer_weights", "scan", "smoothed"),
+    *_ON_HOST,
 )
 """Names of the hooks that are checked."""
 
@@ -108,9 +108,8 @@ def _checked(title: str, name: str, hook: Hook) -> Hook:
                 why += " (a field of Attention is None unless `statistics` lists it)"
             raise PolicyError(f"{title}: {_line(hook, error)}: {why}") from error
         writes = not on_host and _versions(hook_arguments, named) != before
-        wrong = (
-            "it writes to a tensor that it was given" if writes else _wrong_result(policy, name, hook_arguments, result)
-        )
+        by_order = () if named else hook_arguments  # a derived class may call its base class by keywords
+        wrong = "it writes to a tensor that it was given" if writes else _wrong_result(policy, name, by_order, result)
         if wrong:
             raise PolicyError(f"{title}: {_line(hook)}: {wrong}")
         return result
@@ -138,38 +137,144 @@ def _versions(hook_arguments: Sequence[Any], named: Mapping[str, Any]) -> list[i
 
 def _wrong_result(policy: Any, name: str, hook_arguments: tuple[Any, ...], result: Any) -> str:
     """Describe what is wrong with the result of a hook; return "" if nothing is."""
-    if name == "state":
-        return "" if _maps(result, torch.dtype) else f"it returned {result!r}, not a dict of names and dtypes of torch"
-    if name == "row_state":
-        return "" if _maps(result, (int, float)) else f"it returned {result!r}, not a dict of names and numbers"
-    if name == "minimum_budget":
-        return "" if isinstance(result, numbers.Real) else f"it returned {result!r}, not a number of tokens"
-    if name == "init_token_state" and hook_arguments:
-        batch, heads, count, _ = hook_arguments[0].shape
-        return _wrong_changes(policy, (batch, 1 if policy.heads == "shared" else heads, count), result)
-    if not hook_arguments or not isinstance(hook_arguments[0], Tokens):
-        return ""
-    shape = tuple(hook_arguments[0].position.shape)
-    if name in _CHANGES:
-        return _wrong_changes(policy, shape, result)
-    if name == "score":
-        wrong = _wrong_tensor(result, "int64 or float32 [B, H', N]", shape, lambda dtype: dtype != torch.bool)
-        live = hook_arguments[0].live
-        return wrong or _wrong_values(live, lambda: result.isnan() & live, "NaN as the score of a token")
-    if name == "victim":
-        wrong = _wrong_tensor(result, "int64 [B, H']", shape[:-1], lambda dtype: dtype == torch.int64)
-        count = shape[-1]
-        what = f"a slot that is not one of {count}"
-        return wrong or _wrong_values(result, lambda: (result < 0) | (result >= count), what)
-    if name != "compact":
-        return ""
-    if not (isinstance(result, (tuple, list)) and len(result) == 2):
-        return f"it returned a {type(result).__name__}, not a pair: which tokens stay, and the changes of the state"
-    stays = _wrong_tensor(result[0], "bool [B, H', N]", shape, lambda dtype: dtype == torch.bool)
-    return stays or _wrong_changes(policy, shape, result[1])
+    if name in _KINDS:
+        kind, fits = _KINDS[name]
+        if not fits(result):
+            return f"it returned {short_text(result)}, not {kind}"
+    return _IN_SHAPES[name](policy, hook_arguments, result) if name in _IN_SHAPES and hook_arguments else ""
 
 
-def _wrong_changes(policy: Any, shape: tuple[Any, ...], changes: Any) -> str:
+def _items(result: Any, kind: Any, sequences: Any = (tuple, list)) -> bool:
+    return isinstance(result, sequences) and all(isinstance(item, kind) for item in result)
+
+
+def _maps(value: Any, kind: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, kind) for k, v in value.items())
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "state": ("a dict of names and dtypes of torch", lambda result: _maps(result, torch.dtype)),
+    "row_state": ("a dict of names and numbers", lambda result: _maps(result, (int, float))),
+    "minimum_budget": ("a number of tokens", lambda result: isinstance(result, numbers.Real)),
+    "capacity": ("a number of slots", lambda result: isinstance(result, (int, torch.SymInt))),
+    "clock": ("a tuple of numbers", lambda result: _items(result, int, tuple)),
+    "tick": (
+        "a pair: whether the next token compacts, and a tuple of numbers",
+        lambda result: isinstance(result, (tuple, list)) and len(result) == 2 and _items(result[1], int, tuple),
+    ),
+    "head_classes": ("a tuple of HeadClass", lambda result: _items(result, HeadClass)),
+    "plan": ("a list of Plan", lambda result: _items(result, Plan)),
+    "layer_weights": ("a list of tensors", lambda result: _items(result, Tensor)),
+    "compact": (
+        "a pair: which tokens stay, and the changes of the state",
+        lambda result: isinstance(result, (tuple, list)) and len(result) == 2,
+    ),
+    "align": (
+        "keys, values and the changes of the state",
+        lambda result: isinstance(result, (tuple, list)) and len(result) == 3,
+    ),
+    "merge_evicted": ("a Merge", lambda result: isinstance(result, Merge)),
+}
+"""Kinds of results that are no tensors, or no single one: text for messages, and a check."""
+
+
+def _wrong_entries(policy: Any, hook_arguments: tuple[Any, ...], result: Any) -> str:
+    if not _maps(result, Tensor):
+        return f"it returned {short_text(result)}, not a dict of names and tensors"
+    batch, heads, count = hook_arguments[0].position.shape
+    for name, value in result.items():
+        if tuple(value.shape) not in ((batch, heads, count), (batch, 1, count)):
+            return f"it returned shape {tuple(value.shape)} for {name!r}, not [B, H', N], here {(batch, heads, count)}"
+    return ""
+
+
+def _wrong_score(policy: Any, hook_arguments: tuple[Any, ...], result: Any) -> str:
+    tokens: Tokens = hook_arguments[0]
+    shape, live = tokens.position.shape, tokens.live
+    wrong = _wrong_tensor(result, "int64 or float32 [B, H', N]", shape, lambda dtype: dtype != torch.bool)
+    return wrong or _wrong_values(live, functools.partial(_any_nan, result, live), "NaN as the score of a token")
+
+
+def _any_nan(value: Tensor, where: Tensor) -> Tensor:
+    return value.isnan() & where
+
+
+def _wrong_slots(slots: Tensor, letters: str, shape: Sequence[Any], tokens: Tokens) -> str:
+    wrong = _wrong_tensor(slots, f"int64 {letters}", shape, lambda dtype: dtype == torch.int64)
+    count = tokens.position.shape[-1]
+    return wrong or _wrong_values(slots, lambda: (slots < 0) | (slots >= count), f"a slot that is not one of {count}")
+
+
+def _wrong_merge(policy: Any, hook_arguments: tuple[Any, ...], result: Merge) -> str:
+    tokens, valid = hook_arguments[0], hook_arguments[-1]
+    shape = valid.shape
+    wrong = _wrong_slots(result.into, "[B, H', E] for `into`", shape, tokens)
+    for name in ("weight", "share"):
+        value = getattr(result, name)
+        wrong = wrong or _wrong_tensor(value, f"float32 [B, H', E] for `{name}`", shape, _as_float)
+        wrong = wrong or _wrong_values(value, functools.partial(_any_nan, value, valid), f"NaN as a {name}")
+    if not wrong and not isinstance(result.own, numbers.Real):
+        wrong = f"it returned {short_text(result.own)}, not a number for `own`"
+    return wrong or _wrong_state(policy, hook_arguments, result.state)
+
+
+def _wrong_alignment(policy: Any, hook_arguments: tuple[Any, ...], result: Any) -> str:
+    for of, given, value in zip(("keys", "values"), hook_arguments[1:3], result, strict=False):
+        if wrong := _wrong_tensor(value, of, given.shape, _as_float):
+            return wrong
+    return _wrong_state(policy, hook_arguments, result[2])
+
+
+def _wrong_bias(policy: Any, hook_arguments: tuple[Any, ...], result: Any) -> str:
+    if result is None:
+        return ""
+    tokens, groups = hook_arguments
+    batch, heads, count = tokens.position.shape
+    kind = "float32 that can be broadcast to [B, Hkv, G, N]"
+    if not isinstance(result, Tensor):
+        return f"it returned a {type(result).__name__}, not a tensor: {kind}"
+    sizes = ((batch, 1), (heads, 1) if policy.heads == "kv" else (), (groups, 1), (count, 1))
+    fits = result.ndim <= len(sizes) and all(
+        not of or size in of for size, of in zip(reversed(result.shape), reversed(sizes), strict=False)
+    )
+    if not fits or not result.dtype.is_floating_point:
+        return f"it returned {result.dtype} of shape {tuple(result.shape)}, not {kind}, here G = {groups}, N = {count}"
+    return _wrong_values(result, lambda: result.isnan(), "NaN as a bias")
+
+
+def _wrong_state(policy: Any, hook_arguments: tuple[Any, ...], result: Any) -> str:
+    return _wrong_changes(policy, hook_arguments[0].position.shape, result)
+
+
+_IN_SHAPES: dict[str, Callable[[Any, tuple[Any, ...], Any], str]] = {
+    "plan": lambda _, given, result: (
+        "" if len(result) == len(given[0]) else f"it returned plans of {len(result)} layers, not of {len(given[0])}"
+    ),
+    "init_token_state": lambda policy, given, result: _wrong_changes(
+        policy, (given[0].shape[0], 1 if policy.heads == "shared" else given[0].shape[1], given[0].shape[2]), result
+    ),
+    "rescore": _wrong_entries,
+    "score": _wrong_score,
+    "victim": lambda _, given, result: _wrong_slots(result, "[B, H']", given[0].position.shape[:-1], given[0]),
+    "compact": lambda policy, given, result: (
+        _wrong_tensor(result[0], "bool [B, H', N]", given[0].position.shape, lambda dtype: dtype == torch.bool)
+        or _wrong_changes(policy, given[0].position.shape, result[1])
+    ),
+    "merge_evicted": _wrong_merge,
+    "align": _wrong_alignment,
+    "bias": _wrong_bias,
+    "logit_scale": lambda _, given, result: (
+        "" if result is None else _wrong_tensor(result, "a factor for each count", given[0].shape, _as_float)
+    ),
+    "head_counts": lambda _, given, result: _wrong_tensor(
+        result, "numbers [B, Hkv]", given[0].position.shape[:2], _as_float
+    ),
+    **dict.fromkeys(("observe", "observe_chunk", "project"), _wrong_state),
+}
+"""Functions that compare a result with the arguments of its hook: the policy, the arguments, the result."""
+
+
+def _wrong_changes(policy: Any, shape: Sequence[Any], changes: Any) -> str:
     """Return what is wrong with changes of the state of tokens of a shape [B, H', N]."""
     if not isinstance(changes, dict):
         return f"it returned a {type(changes).__name__}, not a dict of changes of the state"
@@ -191,7 +296,12 @@ def _can_become(wanted: torch.dtype, given: torch.dtype) -> bool:
     return wanted == torch.bool or torch.can_cast(given, wanted)
 
 
-def _wrong_tensor(value: Any, kind: str, shape: tuple[Any, ...], fits: Callable[[torch.dtype], bool]) -> str:
+def _as_float(given: torch.dtype) -> bool:
+    return torch.can_cast(given, torch.float32)
+
+
+def _wrong_tensor(value: Any, kind: str, sizes: Sequence[Any], fits: Callable[[torch.dtype], bool]) -> str:
+    shape = tuple(sizes)
     if not isinstance(value, Tensor):
         return f"it returned a {type(value).__name__}, not a tensor: {kind}, here {shape}"
     if tuple(value.shape) != shape or not fits(value.dtype):
@@ -203,7 +313,3 @@ def _wrong_values(like: Tensor, is_wrong: Callable[[], Tensor], what: str) -> st
     """Describe wrong values of a result; traced tensors, and tensors on other devices than `cpu`, are not read."""
     readable = not is_fake(like) and like.device.type == "cpu"
     return f"it returned {what}" if readable and bool(is_wrong().any()) else ""
-
-
-def _maps(value: Any, kind: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, kind) for k, v in value.items())

@@ -92,7 +92,7 @@ def policies_by_layer(policy: Policy, layers: int) -> list[Policy]:
     """
     chosen = [policy.for_layer(layer, layers) for layer in range(layers)]
     for layer, each in enumerate(chosen):
-        if each is not policy and each.evicts:
+        if each is not policy and getattr(each, "evicts", True):
             raise PolicyError(
                 f"{type(policy).__name__}.for_layer({layer}, {layers}) returned {each}: it must return the policy "
                 "itself, or a policy that evicts nothing, such as kvpass.policies.full.Full()"

@@ -231,6 +231,14 @@ def test_files_that_would_overwrite_each_other_are_refused_before_a_model_is_loa
     assert "choose another --out" in said
 
 
+@pytest.mark.parametrize("command", ["calibrate nowhere --text", "gates nowhere --text", "gates nowhere --table"])
+def test_a_text_that_would_be_overwritten_by_what_is_read_from_it_is_kept(command, tmp_path, capsys):
+    (tmp_path / "file").write_text("1 0\n")
+    assert cli.main([*command.split(), str(tmp_path / "file"), "--out", str(tmp_path / "." / "file")]) == 2
+    assert "the run would overwrite its text" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "1 0\n"
+
+
 @pytest.mark.parametrize(
     ("given", "keys", "values"),
     [

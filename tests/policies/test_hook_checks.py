@@ -18,6 +18,22 @@ from kvpass.policies.types import Merge, Tokens
 from tests.models import build, prompt, teacher_forced
 
 STATE: dict[str, Any] = {"state": lambda self: {"sum": torch.float32}}
+COUNTS: dict[str, Any] = {"clock": lambda self, clock, new, budget: (new,)}
+RESCORES: dict[str, Any] = {"rescore": lambda self, tokens, key, value, weights: {}}
+ALIGNS: dict[str, Any] = {"aligns": "step"}
+
+
+def merge(
+    valid: torch.Tensor,
+    into: torch.dtype = torch.int64,
+    slot: int = 0,
+    weight: float = 1.0,
+    own: Any = 1.0,
+    **more: Any,
+) -> Merge:
+    """Return a merge of all evicted tokens into one slot."""
+    weights = torch.where(valid, weight, 0.0)
+    return Merge(torch.full(valid.shape, slot, dtype=into), weights, weights, own, more.get("state", {}))
 
 
 def policy(**body: Any) -> type[base.Policy]:
@@ -49,7 +65,7 @@ HOOK_MISTAKES: list[tuple[str, Callable[..., Any], dict[str, Any], str]] = [
     ("score", lambda self, tokens: tokens.position / 0 * 0, {}, "returned NaN as the score of a token"),
     ("victim", lambda self, tokens: tokens.position.argmin(-1) + 7, {}, "returned a slot that is not one of 7"),
     ("victim", lambda self, tokens: tokens.position.argmin(-1, keepdim=True), {}, r"not int64 \[B, H'\]"),
-    ("compact", lambda self, tokens: tokens.live, {}, "returned a Tensor, not a pair"),
+    ("compact", lambda self, tokens: tokens.live, {}, "not a pair: which tokens stay"),
     ("compact", lambda self, tokens: (tokens.position, {}), {}, "not bool"),
     ("observe", lambda self, tokens, attention: {"sun": tokens.position}, STATE, r"changes 'sun'.* are \['sum'\]"),
     ("observe", lambda self, tokens, attention: {"sum": attention.last}, {**STATE, "statistics": frozenset({"last"})},
@@ -61,6 +77,29 @@ HOOK_MISTAKES: list[tuple[str, Callable[..., Any], dict[str, Any], str]] = [
     ("state", lambda self: ["sum"], {}, "not a dict of names and dtypes"),
     ("row_state", lambda self: {"sum": "0"}, {}, "not a dict of names and numbers"),
     ("minimum_budget", lambda self: "4", {}, "not a number of tokens"),
+    ("capacity", lambda self, budget, prompt=0: budget + 1.5, {}, "returned 7.5, not a number of slots"),
+    ("clock", lambda self, clock, new, budget: None, {}, "returned None, not a tuple of numbers"),
+    ("tick", lambda self, clock, budget: False, COUNTS, "returned False, not a pair"),
+    ("plan", lambda self, attention, valid, budget: budget, {}, "returned 6, not a list of Plan"),
+    ("plan", lambda self, attention, valid, budget: [], {}, "returned plans of 0 layers, not of 1"),
+    ("layer_weights", lambda self, layer: torch.ones(1), RESCORES, "not a list of tensors"),
+    ("head_classes", lambda self, heads, budget: [(1, 2)], {}, "not a tuple of HeadClass"),
+    ("rescore", lambda self, tokens, key, value, weights: key, {}, "not a dict of names and tensors"),
+    ("rescore", lambda self, tokens, key, value, weights: {"size": key}, {}, r"for 'size', not \[B, H', N\]"),
+    ("logit_scale", lambda self, count: 2.0, {}, "returned a float, not a tensor: a factor for each count"),
+    ("logit_scale", lambda self, count: torch.ones(3), {}, r"of shape \(3,\), not a factor for each count"),
+    ("bias", lambda self, tokens, groups: 1.0, {}, r"returned a float.* broadcast to \[B, Hkv, G, N\]"),
+    ("bias", lambda self, tokens, groups: torch.ones(3), {}, r"of shape \(3,\), not float32 that can be broadcast"),
+    ("bias", lambda self, tokens, groups: tokens.live[:, :, None], {}, "returned torch.bool .*, not float32"),
+    ("bias", lambda self, tokens, groups: tokens.position[:, :, None] / 0 * 0, {}, "returned NaN as a bias"),
+    ("merge_evicted", lambda self, tokens, cached_keys, evicted, valid: None, {}, "returned None, not a Merge"),
+    ("merge_evicted", lambda *hook_arguments: merge(hook_arguments[-1], into=torch.float32), {}, "for `into`"),
+    ("merge_evicted", lambda *hook_arguments: merge(hook_arguments[-1], slot=7), {}, "a slot that is not one of 7"),
+    ("merge_evicted", lambda *hook_arguments: merge(hook_arguments[-1], weight=torch.nan), {}, "NaN as a weight"),
+    ("merge_evicted", lambda *hook_arguments: merge(hook_arguments[-1], own=None), {}, "not a number for `own`"),
+    ("merge_evicted", lambda *hook_arguments: merge(hook_arguments[-1], state={"a": 1}), {}, "it changes 'a'"),
+    ("align", lambda self, tokens, key, value, weights, evicted: key, ALIGNS, "not keys, values and the changes"),
+    ("align", lambda self, tokens, key, value, weights, evicted: (value, key[..., 1:], {}), ALIGNS, "not values, here"),
 ]  # fmt: skip
 
 
@@ -74,6 +113,18 @@ def test_mistakes_of_hooks_are_reported_by_their_lines(
     with pytest.raises(kvpass.PolicyError, match=said) as refused:
         simulated(policy(**{**more, name: hook})())
     assert str(refused.value).startswith(f"Mine.{name}: {line}: ")
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (), (1, 2, 1, 1)], ids=str)
+def test_a_bias_may_have_one_entry_for_all_tokens(sizes: tuple[int, ...]) -> None:
+    for_all = policy(bias=lambda self, tokens, groups: torch.full(sizes, 0.5))()
+    for_each = policy(bias=lambda self, tokens, groups: torch.full((tokens.position.shape[-1],), 0.5))()
+    torch.testing.assert_close(run(for_all).logits, run(for_each).logits)
+
+
+def test_a_layer_without_a_policy_is_refused() -> None:
+    with pytest.raises(kvpass.PolicyError, match=r"Mine.for_layer\(0, 1\) returned None: it must return the policy"):
+        run(policy(for_layer=lambda self, layer, layers: None)())
 
 
 def test_reads_on_the_host_are_reported_where_a_model_is_traced() -> None:

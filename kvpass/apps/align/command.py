@@ -53,8 +53,7 @@ def _check_files(out: Path, figures_file: Path, checkpoint: Path, text: Path | N
             f"cannot write {out}: the figures go to a file of this name; choose another --out, such as "
             f"{out.with_suffix('.safetensors')}"
         )
-    if text is not None and text.resolve() in [path.resolve() for path in (out, figures_file, checkpoint)]:
-        raise KVPassError(f"cannot write {out}: the run would overwrite its text {text}; choose another --out")
+    corpus.check_kept(text, out, figures_file, checkpoint)
 
 
 def figures(trained: TrainedAligner, settings: TrainingSettings, tokens: int) -> dict[str, object]:
