@@ -63,6 +63,7 @@ def outputs(model: Any, count: bool, **settings: Any) -> list[Tensor]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("settings", [{"policy": "h2o", "positions": "absolute"}, {"policy": "streaming"}], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_positions_counted_in_a_mask_are_those_of_the_caller(form: str, settings: dict[str, str]) -> None:
