@@ -241,7 +241,7 @@ class DecodeLoop:
         self.model_call.check_padding(mask)
         before, whole = self.prefix if old is None else old.cache, mask
         if before is not None:
-            seen = prefix_mask(before, self.backend.cache_settings) if old is None else old.mask()
+            seen = prefix_mask(before, self.backend.cache_settings, self.model) if old is None else old.mask()
             if old is None and seen.shape[1] != self.prefix_length:
                 raise CacheHandleError(INTERRUPTED)
             if len(seen) != len(mask):
@@ -272,13 +272,14 @@ class DecodeLoop:
             cache: a cache of the model, made under the settings of this loop, or an output that has one.
 
         Raises:
-            CacheHandleError: there is no cache of kvpass, it was made under other settings, or it was continued since.
+            CacheHandleError: there is no cache of kvpass, it was made under other settings or by other weights, or it
+                was continued since.
             PolicyError: a loop of requests, which have their prefix in `add`.
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prefixes by `add`")
         cache = model_access.cache_in(cache)
         with self.lock:
-            length = prefix_mask(cache, self.backend.cache_settings).shape[1]
+            length = prefix_mask(cache, self.backend.cache_settings, self.model).shape[1]
             prefix = copy.deepcopy(cache)  # before anything changes, as it raises for a cache that was continued since
             self.state, self.prefix, self.prefix_length = None, prefix, length
 
@@ -380,7 +381,8 @@ class DecodeLoop:
                 that keeps every token, pins that leave less of the budget than the policy needs, or a name that is in
                 use.
             PolicyError: an invalid setting, or a loop without rows.
-            CacheHandleError: a prefix that is not a cache of kvpass, or was made under other settings.
+            CacheHandleError: a prefix that is not a cache of kvpass, or was made under other settings or by other
+                weights.
         """
         default, ends = self.sampling, self.stop.tolist() if stop is None else stop
         with self.lock:

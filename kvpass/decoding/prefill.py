@@ -23,6 +23,7 @@ from kvpass.decoding.prompt_inputs import PaddingMask, Pin, TokenIds, padding_ma
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.runtime.model_arguments import with_dynamic_length
+from kvpass.runtime.model_identity import digests
 from kvpass.torch_private import dynamo
 from kvpass.user_budget import Budget
 
@@ -155,20 +156,25 @@ def chunk_lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
     return [*([rest] if rest else []), *[chunk] * count]
 
 
-def prefix_mask(cache: Any, cache_settings: Any) -> Tensor:
+def prefix_mask(cache: Any, cache_settings: Any, model: torch.nn.Module) -> Tensor:
     """Return the padding mask, int64 [B, tokens seen], of a prefilled cache that a loop is to continue.
 
     Args:
         cache_settings: the settings of the loop's backend, `Backend.cache_settings`.
+        model: the loop's model; a copy of it may have made the cache.
 
     Raises:
-        CacheHandleError: there is no cache of kvpass, or it was made under other settings.
+        CacheHandleError: there is no cache of kvpass, or it was made under other settings or by other weights.
     """
     if cache is None:
         raise CacheHandleError("a prefix must be a cache of kvpass, as kvpass.prefill or kvpass.load_cache returns it")
     layer = _first_layer(cache)
     if layer.backend.cache_settings != cache_settings:
         raise CacheHandleError(f"this prefix was made by {layer.backend}: give the loop the same settings")
+    own = {id(weight) for weight in model.parameters()}
+    others = {weight for reference in layer.model if (weight := reference()) is not None and id(weight) not in own}
+    if others and not digests(others) <= digests(model.parameters()):
+        raise CacheHandleError("this prefix was made by other weights than the loop's: make it by the loop's model")
     return _mask_of_seen(layer)
 
 

@@ -102,7 +102,7 @@ class RequestScheduler:
 
     def _prefix_length(self, prefix: Any) -> int:
         """Return the tokens of a prefix, which must be one row without padding."""
-        mask = prefix_mask(prefix, self.loop.backend.cache_settings)
+        mask = prefix_mask(prefix, self.loop.backend.cache_settings, self.loop.model)
         if len(mask) != 1 or not bool(mask.all()):
             raise RequestError(
                 f"the prefix of a request must be one row without padding: this one has {len(mask)} rows and "

@@ -123,6 +123,7 @@ _NO_STATE = (torch.nn.Module, Tensor, type, types.ModuleType, types.FunctionType
 class LoopContext(Protocol):
     """Settings that states and requests take from their loop; see `DecodeLoop`."""
 
+    model: torch.nn.Module
     backend: Backend
     device: torch.device
     in_inference_mode: bool

@@ -125,6 +125,22 @@ def test_a_refused_prefix_leaves_the_one_before(loop: kvpass.DecodeLoop) -> None
     assert torch.equal(loop.generate(9), said)
 
 
+@pytest.mark.parametrize("how", ["a branch", "a request", "a copy"])
+def test_a_prefix_of_other_weights_is_refused(model: Any, loop: kvpass.DecodeLoop, how: str) -> None:
+    """Check too that a model of equal weights may have made the prefix."""
+    prefix, other = read(loop, ids_of(20)), copy.deepcopy(model)
+    if how != "a copy":
+        with torch.no_grad():
+            other.model.layers[0].mlp.down_proj.weight.mul_(1.1)
+    made = kvpass.DecodeLoop(other, **HOW, rows=2 if how == "a request" else None)
+    if how == "a copy":
+        made.branch(prefix)
+        assert made.cache is not None
+    else:
+        with pytest.raises(CacheHandleError, match="this prefix was made by other weights than the loop's"):
+            made.add([5, 6], prefix=prefix) if how == "a request" else made.branch(prefix)
+
+
 def test_an_invalid_prefix_is_refused(model: Any, loop: kvpass.DecodeLoop) -> None:
     serving = kvpass.DecodeLoop(model, **HOW, rows=2)
     prefix = read(loop, ids_of(9))
