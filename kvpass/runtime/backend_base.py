@@ -23,7 +23,6 @@ from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
 from kvpass.rewrite.step_graph import StepRewriteInput
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.runtime.kv_store import KVStore
-from kvpass.runtime.model_identity import TensorSet
 from kvpass.runtime.recorder import PASSES, Recorder, log_graph
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
@@ -59,8 +58,6 @@ class BackendBase:
     kv_dtype: KVDtype | None = None
     crop: int = 0
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
-    key_weights_of_steps: TensorSet = dataclasses.field(default_factory=TensorSet, compare=False, repr=False)
-    """The tensors that make the keys of layers which have run a step."""
     cache_numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
     """A counter that numbers the layer caches in the order in which they are made."""
     refused_before: int = dataclasses.field(default_factory=lambda: BackendBase.refused_loops, repr=False)

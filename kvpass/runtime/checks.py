@@ -20,7 +20,6 @@ from kvpass.fx import splicing, walk
 from kvpass.fx.shapes import SizeResolver
 from kvpass.rewrite.rotary_subgraph import RotaryProbe
 from kvpass.runtime import model_identity
-from kvpass.runtime.model_identity import TensorSet
 from kvpass.torch_private import dynamo
 from kvpass.torch_private.tensors import write_count
 
@@ -162,14 +161,8 @@ class RotationCheck:
 class StepVerifier:
     """The checks of one step graph."""
 
-    def __init__(
-        self, canonical_gm: fx.GraphModule, sites: list[AttentionSite], key_weights_of_steps: TensorSet
-    ) -> None:
-        """
-        Args:
-            key_weights_of_steps: the key projections of all layers that have run a step.
-        """
-        self._canonical_gm, self._sites, self._key_weights_of_steps = canonical_gm, sites, key_weights_of_steps
+    def __init__(self, canonical_gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
+        self._canonical_gm, self._sites = canonical_gm, sites
         self._projection_indices = [projections.key_projection_indices(site) for site in sites]
         self._positions: PositionCheck | None = None
         self._rotation = RotationCheck(canonical_gm, sites)
@@ -185,12 +178,12 @@ class StepVerifier:
         """
         for site, cache, indices in zip(self._sites, caches, self._projection_indices, strict=True):
             weights = [arguments[index] for index in indices]
-            self._key_weights_of_steps.add(weights)
-            if model_identity.belongs_to_other_layer(cache.key_projections, weights, self._key_weights_of_steps):
+            if model_identity.belongs_to_other_layer(cache.key_projections, weights):
                 raise CacheHandleError(
                     f"{walk.source_line(site.call)}: the caches of layers were exchanged: this layer received the "
-                    "cache of another layer, or of another copy of the model"
+                    "cache of another layer, or of a model with other weights"
                 )
+            cache.key_projections = model_identity.weak_references(weights) or cache.key_projections
             if site.sharding != cache.layout.sharding:
                 raise CacheHandleError(
                     f"{walk.source_line(site.call)}: the cache was made with its heads sharded over processes as "

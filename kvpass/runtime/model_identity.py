@@ -1,8 +1,9 @@
 """Identify models and layers by the module tensors among the arguments of a call.
 
 One graph may serve several models, or several layers of one model, so the graph itself does not identify them.  All
-tensors are held by weak references: a tensor that is made later, even at the same address, is another tensor.  In
-another process a model is recognised by samples of its weights (`digests`) and by its configuration.
+tensors are held by weak references: a tensor that is made later, even at the same address, is another tensor.  A copy
+of a model, and a model in another process, is recognised by samples of its weights (`weight_digest`), and there by its
+configuration too.
 """
 
 from __future__ import annotations
@@ -27,31 +28,15 @@ def weak_references(tensors: Iterable[Any]) -> WeightRefs:
     return tuple(weakref.ref(tensor) for tensor in tensors)
 
 
-class TensorSet:
-    """A set of tensors, held weakly and compared by identity."""
+def belongs_to_other_layer(weights: WeightRefs, tensors: Sequence[Tensor]) -> bool:
+    """Return whether a cache made with `weights` belongs to another layer, or model, than the layer with these tensors.
 
-    def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[Tensor]] = {}
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor not in self:
-                self._references[id(tensor)] = weakref.ref(tensor)
-
-    def __contains__(self, tensor: object) -> bool:
-        reference = self._references.get(id(tensor))
-        return reference is not None and reference() is tensor
-
-
-def belongs_to_other_layer(weights: WeightRefs, tensors: Sequence[Tensor], known: TensorSet) -> bool:
-    """Return whether a cache made with `weights` belongs to another known layer than the layer with these tensors.
-
-    A layer without a known tensor may be the same layer: a copy of the model may have run only the prompt.
+    A copy of the model has other tensors with the same numbers.
     """
     alive = [tensor for tensor in (weight() for weight in weights) if tensor is not None]
     if not alive or not tensors or any(one is other for one in alive for other in tensors):
         return False
-    return any(tensor in known for tensor in alive)
+    return not set(map(weight_digest, alive)) <= set(map(weight_digest, tensors))
 
 
 SAMPLES = 1024  # numbers of a tensor that its digest reads, at even distances

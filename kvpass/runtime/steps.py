@@ -67,7 +67,7 @@ class StepRunner(StepExecutor):
         self.tokens_first = captured.tokens_first
         self.pasts = [(placeholders.index(s.past_key), placeholders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
         self.as_traced = UnwrappedSubclasses(index for pair in self.pasts for index in pair)
-        self.verifier = StepVerifier(self.canonical_gm, self.sites, backend.key_weights_of_steps)
+        self.verifier = StepVerifier(self.canonical_gm, self.sites)
         values = map(walk.example_value, self.canonical_gm.graph.nodes)
         self.variants = VariantCache({str(symbol) for each in values for symbol in symbolic_shapes.symbols(each)})
         self.validation: Validation | None = None

@@ -335,6 +335,26 @@ def test_layers_in_several_graphs_are_numbered_in_each() -> None:
             compiled(ids[:, 5:6], (past[0], past[1], past[3], past[2]))
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_a_copy_of_the_model_goes_on_if_its_weights_are_equal(factor: float) -> None:
+    """Check a cache that has run its prompt alone, which no step has connected to a layer."""
+    model, (ids, mask) = build("Llama", layers=1), prompt(1, 6, ())
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter *= factor
+        first, second = (
+            torch.compile(m, backend=kvpass.backend("h2o", budget=8, inner="eager")) for m in (model, other)
+        )
+        cache = first(ids, attention_mask=mask, use_cache=True).past_key_values
+        if factor != 1:
+            with pytest.raises(kvpass.CacheHandleError, match="a model with other weights"):
+                second(ids[:, :1], past_key_values=cache)
+        else:
+            expected = model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:]
+            torch.testing.assert_close(second(ids[:, :1], past_key_values=cache).logits, expected)
+
+
 PICKS = {
     "slice": lambda: slice(0, 2),
     "list": lambda: [0, 1],
