@@ -56,6 +56,15 @@ def key_tensors(cache: Any) -> list[Tensor]:
     return [key for key in keys if isinstance(key, Tensor)]
 
 
+def tensors_of(cache: Any) -> list[Tensor]:
+    """Return the tensors of keys and values of all layers, in tuples or as the attributes `keys` and `values`."""
+    pairs = [
+        layer if isinstance(layer, (list, tuple)) else (getattr(layer, "keys", None), getattr(layer, "values", None))
+        for layer in layers_of(cache)
+    ]
+    return [value for pair in pairs for value in pair if isinstance(value, Tensor)]
+
+
 def has_handles(value: Any) -> bool:
     """Return whether an argument, under any name, is a cache whose keys are handles."""
     return not isinstance(value, Tensor) and any(isinstance(key, Handle) for key in key_tensors(value))

@@ -99,15 +99,17 @@ def length_context(cache: Any, arguments: tuple[Any, ...]) -> contextlib.Abstrac
     """Return a context that traces a call after a prompt of one token for any cache length.
 
     Encoder-decoders have prompts of one token.  The new tokens [B, 1] keep a static length of 1, because models branch
-    on it.
+    on it.  So does a single row: where earlier calls had more rows, torch would trace the rows of some arguments as a
+    symbol, and of arguments that are passed in another way as 1.
     """
     key = next(iter(model_cache.key_tensors(cache)), None)  # of the first layer
     if not isinstance(key, Handle) or key.shape[key.token_dim] != 1:
         return contextlib.nullcontext()
-    for tokens in (
-        value for value in arguments if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == 1
-    ):
+    given = [value for value in arguments if isinstance(value, Tensor) and value.ndim > 1]
+    for tokens in (value for value in given if value.shape[1] == 1):
         tensors.mark_static_dimension(tokens, 1)
+    for of_rows in (value for value in (*given, *model_cache.tensors_of(cache)) if value.shape[:1] == (1,)):
+        tensors.mark_static_dimension(of_rows, 0)
     return dynamo.tracing_one_as_symbol()
 
 

@@ -100,7 +100,7 @@ def test_padding_is_not_due_when_sizes_are_unclear(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "beams"), [(2, 4), (3, 3)])
+@pytest.mark.parametrize(("rows", "beams"), [(1, 4), (2, 4), (3, 3)])
 def test_guidance_after_beams(rows: int, beams: int) -> None:
     """Test two rows, for which a padding mask has as many rows as the second step has tokens."""
     ids, mask = prompt(rows, 9, (3, 1, 0))
@@ -111,6 +111,24 @@ def test_guidance_after_beams(rows: int, beams: int) -> None:
         for each in (model, plain):
             each.generation_config.eos_token_id = None
         assert torch.equal(model.generate(ids, **common, **how), plain.generate(ids, **common, **how)), how
+
+
+@pytest.mark.parametrize("earlier_rows", [(3,), (3, 2), (2, 3, 4)])
+@torch.no_grad()
+def test_one_token_of_one_row_after_prompts_of_several_rows(earlier_rows: tuple[int, ...]) -> None:
+    """Test ids that are passed by position, whose rows torch has not seen change, with a cache whose rows it has."""
+    ids, _ = prompt(4, 9, ())
+    model = build("Llama", layers=1)
+    expected = model(ids[:1]).logits
+    kvpass.compile(model, "h2o", budget=16, inner="eager")
+    for rows in earlier_rows:
+        out = model(input_ids=ids[:rows, :4], use_cache=True)
+        for at in (4, 5):
+            out = model(input_ids=ids[:rows, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+    out = model(ids[:1, :1], use_cache=True)
+    for at in range(1, 9):
+        out = model(ids[:1, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+        torch.testing.assert_close(out.logits[:, 0], expected[:, at], rtol=1e-4, atol=1e-4)
 
 
 def test_guards_are_evaluated_for_later_tokens() -> None:
