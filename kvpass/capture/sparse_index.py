@@ -56,10 +56,8 @@ def sparse_indices(mask: fx.Node | None) -> list[SparseIndex]:
 
 def _ends_layer(node: fx.Node) -> bool:
     """Return whether a node projects hidden states or attends, so that nodes before it belong to other computations."""
-    return op_table.operator_name(node) in tagged("projects") | {
-        "softmax",
-        "scaled_dot_product_attention",
-    } or is_attention(node)
+    ends = tagged("projects") | {"softmax", "scaled_dot_product_attention"}
+    return op_table.operator_name(node) in ends or is_attention(node)
 
 
 def _read_sparse_index(node: fx.Node) -> SparseIndex | None:
