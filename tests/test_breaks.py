@@ -189,7 +189,11 @@ def test_after_a_cache_of_fewer_layers_models_are_compiled_again() -> None:
     small, large = (kvpass.compile(build("Llama", layers=n), "window", budget=32, inner="eager") for n in (1, 2))
     ids = prompt(2, 8, ())[0]
     with torch.no_grad():
+        cache = large(ids).past_key_values
+        cache.layers.pop()
         with pytest.raises(IndexError, match="out of range"):
+            large(ids[:, :1], past_key_values=cache)
+        with pytest.raises(kvpass.CacheHandleError, match="a model with other weights"):
             large(ids[:, :1], past_key_values=small(ids).past_key_values)
         assert torch.allclose(small(ids).logits, build("Llama", layers=1)(ids).logits, atol=1e-5)
         assert torch.allclose(large(ids).logits, build("Llama", layers=2)(ids).logits, atol=1e-5)

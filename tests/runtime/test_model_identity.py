@@ -27,12 +27,15 @@ RUN: dict[str, Any] = dict(check=True, capture_output=True, text=True, timeout=1
 
 
 def test_a_cache_of_another_layer_is_recognised() -> None:
-    here, there, copied = torch.ones(2), torch.arange(2.0), torch.ones(2)
+    here, there, bias = (torch.nn.Parameter(x) for x in (torch.ones(2, 2), torch.eye(2), torch.zeros(2)))
+    copied = torch.nn.Parameter(torch.ones(2, 2))
+    angles = torch.ones(4, 2)
     assert belongs_to_other_layer(weak_references([there]), [here])
+    assert belongs_to_other_layer(weak_references([there, bias]), [here, torch.nn.Parameter(torch.zeros(2))])
+    assert belongs_to_other_layer(weak_references([there, angles]), [here, angles.clone()])
     assert not belongs_to_other_layer(weak_references([there, here]), [here])  # an adapter
-    assert not belongs_to_other_layer(weak_references([copied]), [here])  # a copy of the model
-    assert belongs_to_other_layer(weak_references([copied, there]), [here])
-    gone = weak_references([torch.arange(2.0)])
+    assert not belongs_to_other_layer(weak_references([copied, there]), [here])  # a copy of the model
+    gone = weak_references([torch.nn.Parameter(torch.eye(2))])
     assert not belongs_to_other_layer(gone, [here])
     assert not belongs_to_other_layer((), [here])
 
