@@ -284,12 +284,12 @@ class ClassedSlots:
         """Pad the tensors of all classes with the values of `like`, and concatenate them along the heads."""
         if like.ndim == 1:
             return parts[0].clone()
-        wide = []
+        padded = []
         for part in parts:
             columns = like[:, : part.shape[1]].clone()
             (columns[:, :, : part.shape[2]] if like.ndim > 2 else columns).copy_(part)
-            wide.append(columns)
-        return select_heads(torch.cat(wide, 1), self.inverse)
+            padded.append(columns)
+        return select_heads(torch.cat(padded, 1), self.inverse)
 
     def snapshot(self, layout: Layout, chunk: bool) -> SlotSnapshot:
         """Return the record that restores these slots, see `Slots.snapshot`."""

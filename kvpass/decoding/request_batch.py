@@ -64,8 +64,8 @@ class RequestBatch(DecodeState):
             raise BudgetError(
                 f"rows={rows}: their slots take {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free"
             )
-        wide = {id(layer): _with_rows(layer, rows) for layer in one}
-        return RequestBatch(loop, refresh_handles(cache, 0, wide), rows)
+        enlarged = {id(layer): _with_rows(layer, rows) for layer in one}
+        return RequestBatch(loop, refresh_handles(cache, 0, enlarged), rows)
 
     def fit_slots(self, caches: Sequence[LayerCache]) -> None:
         """Give a prompt's caches and the rows equally many slots, or raise CacheHandleError if they do not fit."""

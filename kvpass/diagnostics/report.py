@@ -108,7 +108,7 @@ def explain(
                 torch.compile(model.forward, backend=chosen)(*args, **kwargs)
             except KVPassError as raised:
                 error = str(raised)
-        interval = chosen.policy.held_between_compactions(chosen.budget)
+        interval = chosen.policy.budget_note(chosen.budget)
         notes = (*recorder.notes, *([interval] if interval else []))
         return ExplainReport(
             graphs=tuple(recorder.graphs),
@@ -236,7 +236,7 @@ def _layer(cache: LayerCache) -> LayerReport:
     layout = cache.layout
     row = layout.heads * (layout.key_dim + layout.value_dim) * layout.dtype.itemsize
     positions, policy = cache.slots.cached_indices(layout), layout.policy
-    interval = policy.held_between_compactions(layout.budget)
+    interval = policy.budget_note(layout.budget)
     capacities = tuple((part.heads, part.capacity) for part in layout.by_class if layout.classes)
     return LayerReport(
         repr(policy), max(cache.row_budgets, default=layout.budget), policy.compacted(layout.budget), layout.capacity,

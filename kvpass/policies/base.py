@@ -182,7 +182,7 @@ class Policy:
         """Return how many tokens a row with a budget keeps when it is compacted: the budget itself by default."""
         return budget + 1 - self.interval  # type: ignore[return-value]
 
-    def held_between_compactions(self, budget: int | float | None) -> str:
+    def budget_note(self, budget: int | float | None) -> str:
         """Return the meaning of a budget under the policy's interval, as text for reports; "" without an interval."""
         if self.interval == 1 or budget is None:
             return ""

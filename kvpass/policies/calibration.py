@@ -118,13 +118,13 @@ class CalibratedPolicy(PolicyWithWeights[Calibration]):
     cache_positions_refusal = "it predicts attention from positions in the text, and keys must be rotated to these"
 
     def layer_weights(self, layer: int) -> list[Tensor]:
-        return [x[layer] for x in self._folded_statistics]
+        return [x[layer] for x in self._weights_of_all_layers]
 
     @functools.cached_property
-    def _folded_statistics(self) -> list[Tensor]:
-        return self.fold_statistics(self.loaded.tensors)
+    def _weights_of_all_layers(self) -> list[Tensor]:
+        return self.weights_from(self.loaded.tensors)
 
-    def fold_statistics(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
+    def weights_from(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the weights of `Policy.rescore` for all layers, each [L, ...], from calibration tensors."""
         raise NotImplementedError
 

@@ -47,7 +47,7 @@ class ExpectedAttention(CalibratedPolicy):
     def minimum_budget(self) -> int:
         return self.sinks + 1
 
-    def fold_statistics(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
+    def weights_from(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
         frequency, scale = statistics["frequency"].double(), statistics["scale"].double()[:, None, None]
         ahead = torch.polar(torch.ones(()).double(), torch.arange(self.horizon) * frequency[..., None]).mean(-1)
         mean = multiply_pairs(statistics["mean"].double(), ahead[:, None]) * scale

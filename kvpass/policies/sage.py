@@ -124,8 +124,8 @@ class Sage(Policy):
             overflows, refreshes = self._selection_due(tokens, since)
             due = due & (overflows | refreshes)
             # Without the tokens that would leave the ring before the next selection.
-            staying = recent if self.refresh_interval is None else (recent - self.refresh_interval).clamp(min=0)
-            recent = torch.where(overflows, recent, staying)
+            unrefreshed = recent if self.refresh_interval is None else (recent - self.refresh_interval).clamp(min=0)
+            recent = torch.where(overflows, recent, unrefreshed)
         selects = due & (tokens.seen > self._max_unselected(tokens.budget))
         takers = torch.where(
             selects,

@@ -48,7 +48,7 @@ class TriAttention(CalibratedPolicy):
     def minimum_budget(self) -> int:
         return self.sinks + self.recent + 1
 
-    def fold_statistics(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
+    def weights_from(self, statistics: Mapping[str, Tensor]) -> list[Tensor]:
         mean, size, frequency = statistics["mean"], statistics["size"], statistics["frequency"]
         distances = torch.tensor(DISTANCES, dtype=torch.float64)
         ahead = torch.polar(torch.ones(()).double(), distances * frequency.double()[..., None]).mean(-1)  # [L, P]
@@ -56,10 +56,10 @@ class TriAttention(CalibratedPolicy):
         return [anchor, size - pair_norms(mean), frequency, statistics["pairs"]]
 
     def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> State:
-        anchor, spread, frequency, pairs = weights
+        anchor, deviation, frequency, pairs = weights
         rows, heads = self.relative_keys(key, tokens.seen, frequency, pairs, tokens.live), key.shape[1]
-        anchor, spread = (x.view(heads, -1, x.shape[1]).mT for x in (anchor, spread))  # [Hkv, D, G] and [Hkv, P, G]
-        score = rows @ anchor + pair_norms(rows) @ spread  # [B, Hkv, N, G]
+        anchor, deviation = (x.view(heads, -1, x.shape[1]).mT for x in (anchor, deviation))  # [Hkv, D, G], [Hkv, P, G]
+        score = rows @ anchor + pair_norms(rows) @ deviation  # [B, Hkv, N, G]
         return {f"score_{group}": each for group, each in enumerate(score.unbind(-1))}
 
     def score(self, tokens: Tokens) -> Tensor:

@@ -350,8 +350,8 @@ class CompiledParts:
         wrappers, code = _unwrap(run, bool(subclasses))
         if code is None or len(code.output_strides or ()) != len(result):
             return None
-        laid_out = zip(result, views, code.output_strides, strict=True)
-        given = [value if view else self._strided(value, strides) for value, view, strides in laid_out]
+        outputs_with_strides = zip(result, views, code.output_strides, strict=True)
+        given = [value if view else self._strided(value, strides) for value, view, strides in outputs_with_strides]
         if leading:  # compile_fx puts these before the arguments
             return WithLeading(run, leading), given
         if any(views) or any(map(symbols, (*result, *subclasses))) or any(map(is_distributed, subclasses)):
