@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -361,9 +362,8 @@ def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> Case:
 
 def fitting_budget(policy: Policy, budget: int) -> int:
     """Return the smallest budget of at least `budget` that the policy accepts."""
-    while True:
-        try:
-            policy.check_budget(budget)
-            return budget
-        except BudgetError:
-            budget += 1
+    for larger in range(1000):  # a policy may also have a largest budget
+        with contextlib.suppress(BudgetError):
+            policy.check_budget(budget + larger)
+            return budget + larger
+    raise ValueError(f"{policy} accepts no budget from {budget} on")
