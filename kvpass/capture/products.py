@@ -69,10 +69,12 @@ def sum_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, float]:
 def is_from_product(node: fx.Node) -> bool:
     """Return whether a tensor is computed from a product of two tensors, as logits are, unlike a mask or bias."""
     products = op_table.tagged("batched")
+    ends = products | {"linear"}
 
     def following(each: fx.Node) -> list[fx.Node]:
-        ends = operator_name(each) in products | {"linear"}
-        return [] if ends else [arg for arg in each.all_input_nodes if is_tensor(arg) and example_value(arg).ndim >= 3]
+        if operator_name(each) in ends:
+            return []
+        return [arg for arg in each.all_input_nodes if is_tensor(arg) and example_value(arg).ndim >= 3]
 
     found = [each for each in walk.reach([node], following) if operator_name(each) in products]
     return any(all(example_value(arg).ndim >= 3 for arg in product.all_input_nodes) for product in found)
