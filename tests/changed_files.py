@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,15 @@ def changed(path: Path, change: Change, out: Path) -> Path:
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """Let no file of this process become longer than 64 bytes, so that writing fails in the middle."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """Let no file of this process become longer than 64 bytes, so that writing fails in the middle.
+
+    Python does not notice that when it stores the bytecode of a module, which could then never be imported again.
+    """
+    limits, writes_no_bytecode = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        sys.dont_write_bytecode = writes_no_bytecode
