@@ -124,12 +124,11 @@ def _manifest(
     graphs = recording.graph_entries(loop.model, calls, files)
     libraries = {name: files.add_library(file) for name, file in generated_code.built_libraries().items()}
     files.write_tensors()
-    rows = None if loop.requests is None else loop.requests.count
     return dict(
         made_by=_versions_here(),
         processor=_processor_here(),
         settings=settings_entry(loop.backend),
-        loop=dict(rows=rows, prefill_chunk=loop.prefill_chunk, batch=batch),
+        loop=dict(rows=loop.rows, prefill_chunk=loop.prefill_chunk, batch=batch),
         model={**_model_entry(loop.model), "code": code_settings},
         graphs=graphs,
         libraries=libraries,
@@ -179,7 +178,7 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
 
 def check_loop_settings(loop: DecodeLoop, wanted: Backend, rows: int | None, prefill_chunk: int | None) -> None:
     """Raise ArtifactError unless a loaded loop has the settings of a backend and these arguments of `DecodeLoop`."""
-    has = {"rows": loop.requests and loop.requests.count, "prefill_chunk": loop.prefill_chunk}
+    has = {"rows": loop.rows, "prefill_chunk": loop.prefill_chunk}
     wants = {"rows": rows, "prefill_chunk": prefill_chunk}
     _check_same(settings_entry(loop.backend) | has, settings_entry(wanted) | wants, "is for", "wanted is")
 
@@ -312,8 +311,8 @@ def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
     result = []
     for each in (loop, loaded):
         each.reset()
-        if each.requests is not None:
-            prompts = list(synthetic_tokens(each, length, each.requests.count))
+        if each.rows is not None:
+            prompts = list(synthetic_tokens(each, length, each.rows))
             done = each.generate_batch(prompts, max_new_tokens=6, stop=[])
             if (cause := failure(done)) is not None:
                 raise ArtifactError(f"a loop that is loaded from it fails: {cause}") from cause

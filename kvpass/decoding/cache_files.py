@@ -20,8 +20,8 @@ from kvpass.cache import serial
 from kvpass.cache.handle import Handle, current_cache
 from kvpass.cache.layer_cache import KeyOrValue, LayerCache
 from kvpass.cache.model_cache import caches_in
+from kvpass.decoding.conversations import Conversations, LoopState
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.stepping import LoopState
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
 from kvpass.policies.base import Policy
 from kvpass.runtime.backend_base import CACHE_SETTINGS
@@ -69,7 +69,8 @@ def save_cache(cache: Any, path: FilePath) -> None:
 
 def _write(cache: Any, path: FilePath, loop: DecodeLoop | None) -> None:
     """Write a cache to a file; of `loop`, if it is one, whose calls in other threads wait."""
-    if loop is not None and (loop.requests is not None or loop.state is None):
+    state = loop.work.state if loop is not None and isinstance(loop.work, Conversations) else None
+    if loop is not None and state is None:
         raise CacheHandleError(
             "a DecodeLoop is saved after a prompt, and not while it serves requests (`rows`): save the tokens of each "
             "GenerationOutput, to add them again as prompts, and the cache of a `prefix` that requests share"
@@ -89,8 +90,8 @@ def _write(cache: Any, path: FilePath, loop: DecodeLoop | None) -> None:
         object=CacheObjectWriter(layers, chosen, tensors).encode(cache_object, "cache"),
         layers=[_layer_entry(layer, f"{index}.", tensors) for index, layer in enumerate(layers)],
     )
-    if loop is not None and loop.state is not None:
-        header["loop"], parts = loop.state.to_saved()
+    if state is not None:
+        header["loop"], parts = state.to_saved()
         tensors.update({f"{_LOOP}{name}": tensor for name, tensor in parts.items()})
     tensor_files.write(path, tensors, KEY, header, CacheFileError)
 
@@ -134,10 +135,10 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
         _check_model(header, model)
         layers = list(_layers_of(header, tensors, chosen, model))
         cache = CacheObjectReader(layers, tensors, model).decode(header["object"])
-        if loop is not None and loop.requests is None:
+        if loop is not None and isinstance(loop.work, Conversations):
             parts = {name.removeprefix(_LOOP): x for name, x in tensors.items() if name.startswith(_LOOP)}
             with loop.lock:
-                loop.state = LoopState.from_saved(loop, cache, header["loop"], parts)
+                loop.work.state = LoopState.from_saved(loop, cache, header["loop"], parts)
         return cache
     except KVPassError as error:
         raise CacheFileError(f"{os.fspath(path)}: {error}") from error.__cause__
@@ -149,7 +150,7 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
 
 def _check_owner(loop: DecodeLoop | None, of_loop: bool) -> None:
     """Raise CacheFileError if a loop's file is loaded for a model, or a model's file for a loop."""
-    if loop is not None and loop.requests is not None:
+    if loop is not None and loop.rows is not None:
         if of_loop:
             raise CacheFileError("it holds one conversation, and this DecodeLoop serves requests: leave out rows=")
     elif (loop is not None) != of_loop:

@@ -8,7 +8,6 @@ prompts: for the prompt and for the first two steps.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import threading
@@ -19,19 +18,18 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from kvpass import model_access
 from kvpass.arguments import Natural, Positive, check_arguments, require
 from kvpass.backend import Backend, backend
 from kvpass.decoding import prefill
+from kvpass.decoding.conversations import Conversations, LoopState
 from kvpass.decoding.model_call import ModelCall
-from kvpass.decoding.prefill import prefix_mask, run_to_last
-from kvpass.decoding.prompt_inputs import PaddingMask, Pin, TokenIds, padding_mask, pin_mask
+from kvpass.decoding.prompt_inputs import PaddingMask, Pin, TokenIds
 from kvpass.decoding.requests import RAISES_REQUEST_ERROR, GenerationOutput, Prompt
 from kvpass.decoding.sampling import Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.scheduler import RequestScheduler
-from kvpass.decoding.stepping import INTERRUPTED, LoopState, ModelFingerprint, in_mode_of_weights
+from kvpass.decoding.stepping import ModelFingerprint
 from kvpass.decoding.synthetic_conversation import visit_graphs
-from kvpass.errors import CacheHandleError, KVPassWarning, PolicyError
+from kvpass.errors import KVPassWarning
 from kvpass.policies.base import Policy
 from kvpass.policies.hashing import PRIME
 from kvpass.runtime import layer_regions
@@ -82,6 +80,7 @@ class DecodeLoop:
     Attributes:
         read_interval: the number of steps after which the host reads the tokens, to hand them out and to see which
             conversations have stopped.  A stopped conversation does not change its cache in the remaining steps.
+        rows: the number of requests that are decoded together; None for a loop of prompts.
         generator: the generator of random numbers for sampling; its state may be set.
     """
 
@@ -137,12 +136,14 @@ class DecodeLoop:
         self.generator = self.sampling.generator(self.device)
         self.model_call = ModelCall.of(self.compiled, model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64, device=self.device)
-        self.state: LoopState | None = None
-        self.prefix, self.prefix_length = None, 0
-        self.lock = threading.RLock()
-        self.requests = None if rows is None else RequestScheduler(self, rows)
+        self.lock, self.rows = threading.RLock(), rows
+        self.work = self._begin()
         if rows is not None and rows > 1 and not self.takes_positions:
             warnings.warn(ONE_BY_ONE.format(self.model_call.name), KVPassWarning, stacklevel=3)
+
+    def _begin(self) -> Conversations | RequestScheduler:
+        """Return the conversations or the requests of the loop, before the first prompt or request."""
+        return Conversations(self) if self.rows is None else RequestScheduler(self, self.rows)
 
     def _compile_model(self) -> Callable[..., Any]:
         """Return the callable that the loop runs as its model."""
@@ -183,19 +184,13 @@ class DecodeLoop:
         from zero again, so they get the same names and seeds as in a new loop.
         """
         with self.lock:
-            self.state = self.prefix = None
-            if self.requests is not None:
-                self.requests = RequestScheduler(self, self.requests.count)
+            self.work = self._begin()
 
     @property
     def cache(self) -> Any:
         """The model's current cache object; before the first prompt, the prefix of `branch` or None."""
         with self.lock:
-            state = self.state if self.requests is None else self.requests.batch
-            if state is None:
-                return self.prefix
-            state.refresh_cache_object()
-            return state.cache
+            return self.work.cache
 
     @property
     def past_key_values(self) -> Any:
@@ -203,7 +198,6 @@ class DecodeLoop:
         return self.cache
 
     @check_arguments
-    @in_mode_of_weights
     def prompt(
         self, ids: TokenIds, attention_mask: PaddingMask | None = None, *, pin: Pin | None = None, on_top: bool = False
     ) -> None:
@@ -223,38 +217,7 @@ class DecodeLoop:
                 policy that allows none.
             BudgetError: pinned tokens leave less of the budget than the policy needs.
         """
-        require(self.requests is None, "rows", self._rows, "a loop of requests takes prompts by `add`")
-        ids = ids.to(self.device, torch.int64, copy=True)  # in the mode of the weights, which Dynamo guards on
-        mask = padding_mask(ids, attention_mask, 0)
-        if not bool(mask[:, -1].all()):
-            raise PolicyError("attention_mask: a row is all padding; each must have one token at least")
-        self.model_call.check_vocabulary(ids)
-        pinned, old = pin_mask(pin, on_top, mask), self.state
-        if old is not None:
-            if len(ids) != len(old.ids):
-                raise CacheHandleError(f"a later prompt of {len(ids)} rows for a loop of {len(old.ids)}")
-            old.check_not_interrupted()
-            old.refresh_cache_object()
-            last = old.ids[:, : int(old.has_generated)]
-            ids, mask = torch.cat([last, ids], 1), torch.cat([torch.ones_like(last), mask], 1)
-            pinned = None if pinned is None else torch.nn.functional.pad(pinned, (last.shape[1], 0))
-        self.model_call.check_padding(mask)
-        before, whole = self.prefix if old is None else old.cache, mask
-        if before is not None:
-            seen = prefix_mask(before, self.backend.cache_settings, self.model) if old is None else old.mask()
-            if old is None and seen.shape[1] != self.prefix_length:
-                raise CacheHandleError(INTERRUPTED)
-            if len(seen) != len(mask):
-                raise CacheHandleError(f"a prompt of {len(mask)} rows after a prefix of {len(seen)}")
-            whole = torch.cat([seen, mask], 1)
-        chunks = prefill.run_chunks(
-            self.model_call, ids, whole, before, self.prefill_chunk, pinned=pinned, on_top=on_top
-        )
-        out = run_to_last(chunks)
-        state = LoopState(self, model_access.cache_of_output(out), whole)
-        state.choose(self.model_call.logits(out)[:, -1:])
-        state.unread_count = 1
-        self.state, self.prefix = state, None
+        self._conversations("takes prompts by `add`").prompt(ids, attention_mask, pin, on_top)
 
     @check_arguments
     def branch(self, cache: Any) -> None:
@@ -276,12 +239,8 @@ class DecodeLoop:
                 was continued since.
             PolicyError: a loop of requests, which have their prefix in `add`.
         """
-        require(self.requests is None, "rows", self._rows, "a loop of requests takes prefixes by `add`")
-        cache = model_access.cache_in(cache)
         with self.lock:
-            length = prefix_mask(cache, self.backend.cache_settings, self.model).shape[1]
-            prefix = copy.deepcopy(cache)  # before anything changes, as it raises for a cache that was continued since
-            self.state, self.prefix, self.prefix_length = None, prefix, length
+            self._conversations("takes prefixes by `add`").branch(cache)
 
     @check_arguments
     def stream(self, tokens: Natural) -> Iterator[Tensor]:
@@ -298,10 +257,9 @@ class DecodeLoop:
             CacheHandleError: there was no prompt, or an error has interrupted a prompt or a step.
             UnsupportedGraph: the model's decode step cannot be repeated.
         """
-        require(self.requests is None, "rows", self._rows, "a loop of requests decodes by `step`")
-        self._conversation()
+        self._state()
         for left in range(tokens, 0, -1):
-            result = self._conversation().next(left)
+            result = self._state().next(left)
             if result is None:
                 return
             yield result
@@ -319,20 +277,24 @@ class DecodeLoop:
             CacheHandleError, UnsupportedGraph: see `stream`.
         """
         result: list[Tensor] = []
+        conversations = self._conversations("decodes by `step`")
         try:
             result.extend(self.stream(tokens))
         except BaseException:
-            if self.state is not None:
-                self.state.ready.extendleft(reversed(result))
+            conversations.put_back(result)
             raise
-        rows = len(self._conversation().ids)
+        rows = len(self._state().ids)
         return torch.stack(result, 1) if result else torch.zeros(rows, 0, dtype=torch.int64)
 
-    def _conversation(self) -> LoopState:
+    def _state(self) -> LoopState:
         """Return the state of the conversations, or raise CacheHandleError before the first prompt."""
-        if self.state is None:
-            raise CacheHandleError("a DecodeLoop needs a prompt before it can decode")
-        return self.state
+        return self._conversations("decodes by `step`").started()
+
+    def _conversations(self, instead: str) -> Conversations:
+        """Return the conversations of the loop, or raise PolicyError with what a loop of requests does instead."""
+        require(isinstance(self.work, Conversations), "rows", self.rows, f"a loop of requests {instead}")
+        assert isinstance(self.work, Conversations)
+        return self.work
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -465,10 +427,6 @@ class DecodeLoop:
 
     def _scheduler(self) -> RequestScheduler:
         """Return the requests of the loop, or raise PolicyError for a loop without rows."""
-        require(self.requests is not None, "rows", None, "requests need a loop with a number of rows")
-        assert self.requests is not None
-        return self.requests
-
-    @property
-    def _rows(self) -> int | None:
-        return None if self.requests is None else self.requests.count
+        require(isinstance(self.work, RequestScheduler), "rows", None, "requests need a loop with a number of rows")
+        assert isinstance(self.work, RequestScheduler)
+        return self.work

@@ -143,6 +143,13 @@ class RequestScheduler:
         return True
 
     @property
+    def cache(self) -> Any:
+        """The cache object of all rows; None before the first request."""
+        if self.batch is not None:
+            self.batch.refresh_cache_object()
+        return self.batch and self.batch.cache
+
+    @property
     def pending(self) -> int:
         """Number of requests whose last output has not been handed out."""
         return len(self._taken_names())

@@ -1,9 +1,8 @@
-"""Repeat decode steps with all state on the device: `DecodeState`, `LoopState` and `RepeatedStep`."""
+"""Repeat decode steps with all state on the device: `DecodeState` and `RepeatedStep`."""
 
 from __future__ import annotations
 
 import abc
-import collections
 import dataclasses
 import functools
 import itertools
@@ -11,7 +10,7 @@ import operator
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -24,7 +23,7 @@ from kvpass.cache.handle import Handle
 from kvpass.cache.model_cache import caches_in, layers_of, other_integers, refresh_handles
 from kvpass.decoding.model_call import ModelCall
 from kvpass.decoding.sampling import Sampling
-from kvpass.errors import CacheFileError, CacheHandleError, KVPassWarning, UnsupportedGraph
+from kvpass.errors import CacheHandleError, KVPassWarning, UnsupportedGraph
 from kvpass.runtime import cache_changes, clocks
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.call_context import collect_runs
@@ -294,96 +293,6 @@ class DecodeState(abc.ABC):
         if self.step is not None:
             steps, self.step.steps_since_refresh = self.step.steps_since_refresh, 0
             self.cache = refresh_handles(self.cache, steps)
-
-
-class LoopState(DecodeState):
-    """State of the conversations of a loop.
-
-    Attributes:
-        prompt_mask: the padding mask of the prompts, [B, tokens seen before the first step].
-        ready: tokens that the host has read and not handed out.
-        all_stopped: whether all conversations had stopped when the host read the tokens last.
-        stopped_on_host: bool [B], the rows that had stopped then.
-        has_generated: whether the caller has asked for tokens; until then the first one is not in the conversation.
-    """
-
-    def __init__(self, loop: LoopContext, cache: Any, mask: Tensor) -> None:
-        """Begin at the last token of the prompts, whose padding mask is int64 [B, tokens seen]."""
-        super().__init__(loop, cache, mask.sum(-1, keepdim=True) - 1)
-        self.prompt_mask, self.can_stop = mask, len(loop.stop) > 0
-        self.ready: collections.deque[Tensor] = collections.deque()
-        self.all_stopped, self.stopped_on_host = False, torch.zeros(len(mask), dtype=torch.bool)
-        self.has_generated = False
-
-    def _stops(self, tokens: Tensor) -> Tensor:
-        return (tokens[:, None] == self.loop.stop).any(-1)
-
-    def mask(self) -> Tensor:
-        steps = torch.arange(self.seen - self.prompt_mask.shape[1], device=self.prompt_mask.device)
-        # A row's real tokens are its prompts' and then one per step, up to the step where it stopped.
-        generated = self.position + self.stopped[:, None] - self.prompt_mask.sum(-1, keepdim=True)
-        return torch.cat([self.prompt_mask, (steps < generated).to(self.prompt_mask.dtype)], 1)
-
-    @in_mode_of_weights
-    def to_saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return plain values and tensors from which `from_saved` makes this state again."""
-        self.check_not_interrupted()
-        if self.unread_count:
-            self._read_tokens()
-        ready = torch.stack(list(self.ready)) if self.ready else torch.zeros(0, len(self.ids), dtype=torch.int64)
-        tensors = dict(ids=self.ids, position=self.position, stopped=self.stopped, mask=self.mask(), ready=ready)
-        tensors |= dict(stopped_on_host=self.stopped_on_host, random=self.loop.generator.get_state())
-        return {"all_stopped": self.all_stopped, "has_generated": self.has_generated}, tensors
-
-    @staticmethod
-    @in_mode_of_weights
-    def from_saved(
-        loop: LoopContext, cache: Any, values: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> LoopState:
-        """Return the state that `to_saved` has described, for a loop whose generator gets the saved state."""
-        layer, wanted = caches_in(cache)[0], torch.int64
-        rows, seen = layer.layout.batch, layer.length
-        shapes: dict[str, Any] = dict.fromkeys(("ids", "position"), ((rows, 1), wanted))
-        shapes |= dict.fromkeys(("stopped", "stopped_on_host"), ((rows,), torch.bool))
-        shapes["mask"] = ((rows, seen), wanted)
-        wrong = [name for name, how in shapes.items() if (tuple(tensors[name].shape), tensors[name].dtype) != how]
-        if wrong or tensors["ready"].dtype != wanted or tensors["ready"].shape[1:] != (rows,):
-            raise CacheFileError(f"its {', '.join(wrong) or 'ready'} cannot belong to {rows} conversations")
-        outside = (tensors["position"] < 0) | (tensors["position"] > seen)
-        if loop.model_call.unknown_token(tensors["ids"]) is not None or bool(outside.any()):
-            raise CacheFileError(f"its last tokens or their positions do not fit {seen} tokens of this model")
-        state = LoopState(loop, cache, tensors["mask"].to(loop.device))
-        for name, mine in {"ids": state.ids, "position": state.position, "stopped": state.stopped}.items():
-            mine.copy_(tensors[name])
-        state.all_stopped, state.has_generated = bool(values["all_stopped"]), bool(values["has_generated"])
-        state.can_stop |= bool(state.stopped.any())  # a loop without `stop` leaves these rows stopped
-        state.ready.extend(tensors["ready"])
-        state.stopped_on_host = tensors["stopped_on_host"]
-        loop.generator.set_state(tensors["random"])
-        return state
-
-    @in_mode_of_weights
-    def next(self, wanted: int) -> Tensor | None:
-        """Return the next token of each row, [B], of about `wanted`; None if all conversations have stopped."""
-        self.has_generated = True
-        if not self.ready and not self.all_stopped:
-            self.invalidate_if_model_changed()
-            while self.unread_count < min(wanted, len(self.token_buffer)):
-                self.advance()
-            self._read_tokens()
-        return self.ready.popleft() if self.ready else None
-
-    def _read_tokens(self) -> None:
-        """Make the tokens that the host has not read `ready`, without steps before which every row had stopped."""
-        columns = self.unread_tokens()
-        over = (torch.isin(columns, self.loop.stop.cpu()) | self.stopped_on_host).cumsum(0) > 0
-        used, ended = columns[: 1 + int((~over[:-1]).any(-1).sum())], bool(over[-1].all())
-        ready = collections.deque([*self.ready, *used])
-        # in one statement, so that an interrupt neither loses nor repeats a token
-        self.ready, self.unread_count, self.stopped_on_host, self.all_stopped = ready, 0, over[-1], ended
-
-    def choose(self, logits: Tensor) -> None:
-        self._record(self.loop.sampling.choose(logits[:, -1], self.loop.generator))
 
 
 @dataclasses.dataclass

@@ -156,7 +156,7 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
     skipped = SkippedConversations()
     for length in prompt_lengths(loop.backend.budget, loop.backend.policy, loop.model, loop.prefill_chunk):
         parts = _parts(loop, length)
-        if loop.requests is None:
+        if loop.rows is None:
             for padded in (False, True) if pads and length > 1 else (False,):
                 with skipped.conversation(f"prompts [{rows}, {length}]"):
                     _converse(apart, rows, parts, padded)
@@ -202,7 +202,7 @@ def _converse(loop: Any, rows: int, parts: Sequence[tuple[int, int]], padded: bo
     for new, steps in parts:
         ids = synthetic_tokens(loop, new, rows)
         mask = torch.ones_like(ids)
-        mask[0, 0] = loop.state is not None or not padded
+        mask[0, 0] = loop.cache is not None or not padded
         loop.prompt(ids, mask)
         loop.generate(steps)
 

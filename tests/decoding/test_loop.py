@@ -21,6 +21,7 @@ from transformers import cache_utils
 import kvpass
 from kvpass.decoding import loop as decode
 from kvpass.decoding import synthetic_conversation
+from kvpass.decoding.conversations import Conversations
 from tests.architectures import zoo
 from tests.models import breaks, build, discard_compiled_code, graphs, prompt
 from tests.step_settings import step_settings
@@ -178,7 +179,7 @@ def test_a_full_cache_grows() -> None:
 def test_a_loop_that_keeps_every_token_warms_up_within_its_budget() -> None:
     loop = loop_on(llama(), policy="full", budget=64)
     loop.warm(2)
-    assert loop.state is None
+    assert loop.cache is None
     ids, mask = prompt(2, 60, (3, 0))
     loop.prompt(ids, mask)
     assert torch.equal(loop.generate(5), greedy(llama(), ids, mask, 5, eos_token_id=-1))
@@ -210,7 +211,7 @@ def test_a_small_budget_warms_up(
     budget = next(each for each in itertools.count(budget) if fitting_budget(policy, each) == each)
     loop = loop_on(llama(), policy=policy, budget=budget, read_interval=4)
     loop.warm(rows)
-    assert loop.state is None
+    assert loop.cache is None
     loop.prompt(*prompt(rows, 1, ()))
     loop_on(llama(), policy=policy, budget=budget, read_interval=4, prefill_chunk=4, rows=rows).warm()
     assert "kvpass.warm" not in {record.name for record in caplog.records}  # no graph was left out
@@ -394,7 +395,7 @@ def test_a_thread_that_forgets_the_conversation_waits_for_the_prompt_of_another(
     goes_on.set()
     for thread in threads:
         thread.join()
-    assert loop.state is None
+    assert loop.cache is None
     assert (0 if loop.cache is None else kvpass.inspect(loop).seen) == (0 if how == "reset" else 9)
 
 
@@ -450,9 +451,11 @@ def test_a_step_asks_nothing_of_the_device(name: str, given: dict[str, Any]) -> 
     loop = loop_on(model, policy=name, budget=8, stop=[5], **given)
     loop.prompt(ids, mask)
     loop.generate(4)
-    assert loop.state is not None
+    assert isinstance(loop.work, Conversations)
+    step = loop.work.started().step
+    assert step is not None
     with torch.no_grad(), Watched() as watched:
-        loop.state.step.run()
+        step.run()
     assert len(watched.ran) > 50
     assert HOST.isdisjoint(watched.ran)
 
@@ -500,9 +503,10 @@ def test_hooks_leave_no_steps_behind() -> None:
     sizes = []
     for _ in range(4):
         loop.generate(3)
-        assert loop.state is not None
-        assert loop.state.step is not None
-        sizes.append((len(loop.state.step.slots_by_key), len(loop.state.step.callables)))
+        assert isinstance(loop.work, Conversations)
+        step = loop.work.started().step
+        assert step is not None
+        sizes.append((len(step.slots_by_key), len(step.callables)))
         torch.nn.Linear(1, 1).register_forward_hook(lambda *_: None)
     assert sizes[1:] == [(1, 1)] * 3
 

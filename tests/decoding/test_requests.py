@@ -14,6 +14,7 @@ import transformers
 import kvpass
 from kvpass import GenerationOutput, RequestStatus
 from kvpass.decoding import request_batch, sampling, scheduler, stepping
+from kvpass.decoding.scheduler import RequestScheduler
 from tests.models import build, discard_compiled_code, model_with_unequal_layers, prompt
 from tests.strategies import MODEL_SPECIFIC
 from tests.test_invariants import settings
@@ -413,9 +414,9 @@ def test_a_thousand_requests_are_neither_lost_nor_mixed_up(monkeypatch: pytest.M
         said = expected[wanted[name]]
         assert output.generated_tokens == said[: len(output.generated_tokens)]
         assert output.finish_reason != "length" or output.generated_tokens == said
-    assert loop.requests is not None
-    assert not loop.requests.known
-    assert not any(loop.requests.rows)
+    assert isinstance(loop.work, RequestScheduler)
+    assert not loop.work.known
+    assert not any(loop.work.rows)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.decoding import stepping
+from kvpass.decoding.conversations import Conversations
 from kvpass.decoding.sampling import Sampling
 from kvpass.runtime import step_execution
 from tests.models import build, discard_compiled_code, prompt
@@ -190,6 +191,7 @@ def test_a_cache_that_went_on_by_part_of_a_prompt_is_noticed(change: Callable[..
     loop.prompt(ids)
     loop.generate(4)
     change(loop, ids)
+    assert isinstance(loop.work, Conversations)
     with pytest.raises(kvpass.CacheHandleError, match="interrupted by an error"):
-        loop.prompt(ids) if loop.state is None else loop.generate(4)
+        loop.prompt(ids) if loop.work.state is None else loop.generate(4)
     assert uninterrupted(loop, ids) == expected

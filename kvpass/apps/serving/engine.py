@@ -15,13 +15,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from kvpass.apps.serving.metrics import Metrics
 from kvpass.apps.serving.schemas import ApiError
 from kvpass.apps.serving.text import TextStream
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.requests import GenerationOutput
+from kvpass.decoding.scheduler import RequestScheduler
 from kvpass.errors import KVPassError, PolicyError, RequestError
 
 log = logging.getLogger("kvpass.serve")
@@ -236,9 +237,8 @@ class Engine:
         self._call_in_event_loop(_settle, answer, count)
 
     def _count_cached_tokens(self) -> float:
-        requests = self.loop.requests
-        batch = None if requests is None else requests.batch
-        return 0.0 if requests is None or batch is None else sum(map(batch.cached_tokens, requests.rows))
+        requests = cast("RequestScheduler", self.loop.work)
+        return 0.0 if requests.batch is None else sum(map(requests.batch.cached_tokens, requests.rows))
 
     def _call_in_event_loop(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function in the event loop, if that still runs."""

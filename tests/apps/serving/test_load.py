@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvpass.cache.layer_cache import LayerCache
+from kvpass.decoding.scheduler import RequestScheduler
 from tests.apps.serving.load import asked_alone, bombard, resident
 from tests.apps.serving.small import NAME, Running
 
@@ -40,8 +41,8 @@ def test_eight_clients(running: Running) -> None:
     for found in (tally, again):
         assert sum(found[kind] for kind in ("whole", "stream", "closed", "wrong")) == 48
         assert min(found[kind] for kind in ("whole", "stream", "closed", "wrong", "later")) > 0
-    requests_left = running.service.engine.loop.requests
-    assert requests_left is not None
+    requests_left = running.service.engine.loop.work
+    assert isinstance(requests_left, RequestScheduler)
     assert not [*requests_left.known, *requests_left.rows, *requests_left.queue]
     assert layer_caches() <= caches
     assert resident(os.getpid()) < memory + 8
