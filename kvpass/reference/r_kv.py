@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpass.policies.r_kv import RKV
 from kvpass.reference.base import HeadStream, Token, highest_scored, in_order, neighbours, split_at
-from kvpass.reference.voters import VotingReference, ballots
+from kvpass.reference.voters import VotingReference, ballots, shares
 
 
 class RKVReference(VotingReference):
@@ -30,8 +30,8 @@ class RKVReference(VotingReference):
             rows = list(zip(*ballot.values(), strict=True))  # of each query head
             for row in rows:
                 powers = row if self.policy.plain else [math.exp(logit - max(row)) for logit in row]
-                for position, power in zip(ballot, powers, strict=True):
-                    votes[position] += power / sum(powers) / len(rows) / len(found)
+                for position, share in zip(ballot, shares(powers), strict=True):
+                    votes[position] += share / len(rows) / len(found)
         return [votes[token.position] for token in tokens]
 
     def redundancy(self, tokens: list[Token]) -> list[float]:

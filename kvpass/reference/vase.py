@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpass.policies.vase import Vase
 from kvpass.reference.base import HeadStream, Token, highest_scored, in_order, neighbours, share_of, split_at
 from kvpass.reference.random import PRIME, draw, mix, seed_of_round
-from kvpass.reference.voters import VotingReference, ballots
+from kvpass.reference.voters import VotingReference, ballots, shares
 
 
 def uniform(number: int) -> float:
@@ -38,10 +38,9 @@ class VaseReference(VotingReference):
             token.score = 0.0
         for ballot in ballots(stream, self.policy.recent):
             for numbers in zip(*ballot.values(), strict=True):  # of each query head
-                shares, total = dict(zip(ballot, numbers, strict=True)), sum(numbers)
+                votes = dict(zip(ballot, shares(numbers), strict=True))
                 for token in tokens:
-                    if total and token.position in ballot:
-                        token.score += shares[token.position] / total
+                    token.score += votes.get(token.position, 0.0)
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         older, newer = split_at(tokens, seen - self.policy.recent)

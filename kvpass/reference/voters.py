@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kvpass.reference.base import HeadStream, Reference, Token
@@ -34,6 +36,12 @@ def remember(stream: HeadStream, tokens: list[Token], new: list[Token], rows: Te
     for token, row in zip(new, rows, strict=True):
         by_token = zip(tokens, row.T.tolist(), strict=True)
         queries[token.position] = {cached.position: numbers for cached, numbers in by_token}
+
+
+def shares(numbers: Sequence[float]) -> list[float]:
+    """Return numbers divided by their sum; zeros if all are zero, as probabilities of few tokens may be."""
+    total = sum(numbers)
+    return [number / total if total else 0.0 for number in numbers]
 
 
 def ballots(stream: HeadStream, window: int) -> list[Ballot]:

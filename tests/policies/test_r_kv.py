@@ -13,6 +13,7 @@ from kvpass.lowering.attention_statistics import StatisticsOperands
 from kvpass.policies import resolve
 from kvpass.policies.r_kv import RKV
 from kvpass.policies.types import Tokens
+from kvpass.policies.vase import Vase
 from kvpass.reference import voters
 from kvpass.reference.base import HeadStream, Token
 from kvpass.reference.r_kv import RKVReference
@@ -96,6 +97,16 @@ def test_more_rows_than_a_block_of_cosines(monkeypatch: pytest.MonkeyPatch) -> N
     whole = chosen.rescore(tokens, key, key, ())["redundancy"]
     monkeypatch.setattr("kvpass.policies.r_kv.LARGEST", 7)
     torch.testing.assert_close(chosen.rescore(tokens, key, key, ())["redundancy"], whole)
+
+
+@pytest.mark.parametrize("name", ["r_kv", "vase"])
+def test_queries_that_attend_to_none_of_the_older_tokens_vote_for_none(name: str) -> None:
+    """Check that the reference follows where the probabilities of all older tokens are zero."""
+    chosen = policy(plain=True) if name == "r_kv" else Vase(large=0.0, recent=2, kernel=3, interval=1, sinks=0)
+    keys, queries = KEYS.clone(), torch.ones_like(KEYS)
+    keys[..., :8, :], keys[..., 8:, :] = -200.0, 200.0
+    traces = [simulate(chosen, queries, keys, keys, prompt=9, budget=6, compiled=each) for each in (False, True)]
+    assert traces[0].positions.tolist() == traces[1].positions.tolist()
 
 
 def test_slots_in_any_order_and_free_ones() -> None:
