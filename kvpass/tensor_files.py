@@ -49,6 +49,8 @@ def write_text(path: str | os.PathLike[str], text: str, error: type[KVPassError]
 def whole_file(path: str | os.PathLike[str], error: type[KVPassError], remedy: str = "") -> Iterator[Path]:
     """Yield the path of an unfinished file, which replaces the file at `path` if no error is raised inside.
 
+    A symbolic link at `path` stays, and the file that it leads to is replaced.
+
     Args:
         remedy: what to do if the file cannot be written, to end the message.
 
@@ -56,15 +58,21 @@ def whole_file(path: str | os.PathLike[str], error: type[KVPassError], remedy: s
         KVPassError: of the class `error`, the file cannot be written.
     """
     check_writable(path, error)
-    unfinished = Path(f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}.unfinished")
+    target = without_link(path)
+    unfinished = Path(f"{target}.{os.getpid()}.{threading.get_ident()}.unfinished")
     try:
         yield unfinished
-        finish(unfinished, path)
+        finish(unfinished, target)
     except OSError as found:
         raise error(f"{os.fspath(path)} cannot be written: {found}{remedy}") from found
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
+
+
+def without_link(path: str | os.PathLike[str]) -> str:
+    """Return the path that a symbolic link leads to, or the path itself."""
+    return os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
 
 
 def check_writable(path: str | os.PathLike[str], error: type[KVPassError]) -> None:
@@ -77,7 +85,7 @@ def check_writable(path: str | os.PathLike[str], error: type[KVPassError]) -> No
 
 def check_folder(path: str | os.PathLike[str], error: type[KVPassError]) -> None:
     """Raise an error of the class `error` if the folder of a path takes no new files or folders."""
-    folder = os.path.dirname(os.path.abspath(path))
+    folder = os.path.dirname(os.path.abspath(without_link(path)))
     if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         raise error(f"{os.fspath(path)} cannot be written: there is no folder {folder}, or it takes no new files")
 

@@ -40,9 +40,12 @@ def check_target(target: Path) -> None:
 def write_folder(target: Path) -> Iterator[ExportFiles]:
     """Yield the files of an artifact in a new folder, which replaces the target if no error is raised inside.
 
+    A symbolic link at the target stays, and the folder that it leads to is replaced.
+
     Raises:
         ArtifactError: the target is not an artifact, or its parent cannot be written to.
     """
+    target = Path(tensor_files.without_link(target))
     check_target(target)
     try:
         parent = target.absolute().parent

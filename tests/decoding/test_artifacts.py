@@ -338,6 +338,18 @@ def test_an_artifact_stays_until_the_next_one_is_complete(tmp_path: Path, monkey
     assert (tmp_path / "made" / artifact_folder.MANIFEST).read_text() == "old"
 
 
+def test_a_link_to_an_artifact_stays_a_link(tmp_path: Path) -> None:
+    folder, link = tmp_path / "elsewhere" / "made", tmp_path / "link"
+    folder.mkdir(parents=True)
+    link.symlink_to(folder)
+    (folder / artifact_folder.MANIFEST).write_text("old")
+    with artifact_folder.write_folder(link) as files:
+        (files.folder / artifact_folder.MANIFEST).write_text("new")
+    assert link.is_symlink()
+    assert (folder / artifact_folder.MANIFEST).read_text() == "new"
+    assert [each.name for each in folder.parent.iterdir()] == ["made"]
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_two_exports_may_write_one_folder(exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that one artifact is left, whole, if both become complete at once."""

@@ -275,6 +275,19 @@ def test_what_is_no_file_is_never_replaced(saved: Path, compiled: Any, tmp_path:
     assert path.lstat() == before
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_link_to_a_file_stays_a_link(saved: Path, compiled: Any, tmp_path: Path, exists: bool) -> None:
+    path, link = tmp_path / "elsewhere" / "cache.safetensors", tmp_path / "link"
+    path.parent.mkdir()
+    link.symlink_to(path)
+    if exists:
+        path.write_text("old")
+    kvpass.save_cache(kvpass.load_cache(saved, compiled), link)
+    assert link.is_symlink()
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    kvpass.load_cache(path, compiled)
+
+
 CONTINUE = """
 import sys, torch, kvpass
 from tests.models import build, prompt
