@@ -95,16 +95,8 @@ def export_loop(loop: DecodeLoop, path: FilePath, batch: int = 1) -> str:
     Args:
         path, batch: see `export`, also for what is returned and raised.
     """
-    model, device, target = loop.model, loop.device.type, Path(path)
-    artifact_folder.check_target(target)  # before anything is compiled
-    require(device == "cpu", "model", device, "only code for a CPU can be exported")
-    named = "an artifact names its policy: give its class a `name` and decorate it with @kvpass.policies.register"
-    require(policies.has_registered_class(loop.backend.policy), "policy", loop.backend.policy, named)
-    require(loop.backend.inner == "inductor", "inner", loop.backend.inner, "only Inductor's code can be exported")
-    if any(map(is_wrapper, (*model.parameters(), *model.buffers()))):
-        raise UnsupportedGraph("this model cannot be exported: weights of it wrap other tensors, as quantised ones do")
-    if not isinstance(loop.backend.budget, int):
-        raise BudgetError(f"budget={loop.backend.budget}: an artifact has code for fixed slots; give their number")
+    model, target = loop.model, Path(path)
+    check_exportable(loop, target)
     before = _code_settings(model)
     with recording.recording_calls(loop) as result:
         visit_graphs(loop, batch, prefixes=True)
@@ -115,6 +107,20 @@ def export_loop(loop: DecodeLoop, path: FilePath, batch: int = 1) -> str:
         _check_equal(loop, load(files.folder, model, digest=found), batch)
     loop.reset()
     return found
+
+
+def check_exportable(loop: DecodeLoop, target: Path) -> None:
+    """Raise an error of `export` that is known before anything is compiled, for a loop and the folder to write."""
+    artifact_folder.check_target(target)
+    device = loop.device.type
+    require(device == "cpu", "model", device, "only code for a CPU can be exported")
+    named = "an artifact names its policy: give its class a `name` and decorate it with @kvpass.policies.register"
+    require(policies.has_registered_class(loop.backend.policy), "policy", loop.backend.policy, named)
+    require(loop.backend.inner == "inductor", "inner", loop.backend.inner, "only Inductor's code can be exported")
+    if any(map(is_wrapper, (*loop.model.parameters(), *loop.model.buffers()))):
+        raise UnsupportedGraph("this model cannot be exported: weights of it wrap other tensors, as quantised ones do")
+    if not isinstance(loop.backend.budget, int):
+        raise BudgetError(f"budget={loop.backend.budget}: an artifact has code for fixed slots; give their number")
 
 
 def _manifest(

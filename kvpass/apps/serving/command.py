@@ -113,8 +113,18 @@ def service_of(parsed: argparse.Namespace) -> Service:
     )
     service = Service(loaded, parsed.name or Path(loaded.name).resolve().name, loop, parsed.rows, serve_settings)
     if parsed.artifact is not None and not isinstance(loop, artifacts.LoadedLoop):
-        service.prepare = functools.partial(artifacts.export_loop, loop, parsed.artifact)
+        artifacts.check_exportable(loop, parsed.artifact)
+        service.prepare = functools.partial(_export, loop, parsed.artifact)
     return service
+
+
+def _export(loop: DecodeLoop, path: Path) -> None:
+    """Compile a loop and write its artifact; a server serves without one if it cannot be written."""
+    try:
+        artifacts.export_loop(loop, path)
+    except ArtifactError as error:
+        log.warning("the server has compiled its code, and writes no artifact: %s", error)
+        loop.reset()
 
 
 def _loop_of(parsed: argparse.Namespace, policy: Policy, model: torch.nn.Module) -> DecodeLoop:

@@ -16,8 +16,8 @@ from kvpass.apps import cli, models
 from kvpass.apps.serving.command import KEY, config_of, service_of
 from kvpass.apps.serving.conversations import Limits
 from kvpass.apps.serving.service import Service
-from kvpass.decoding import artifacts
-from kvpass.errors import ArtifactError, KVPassError
+from kvpass.decoding import artifact_folder, artifacts
+from kvpass.errors import ArtifactError, KVPassError, PolicyError
 
 
 def service(*arguments: str) -> Service:
@@ -54,24 +54,41 @@ def test_a_model_in_the_current_folder_has_the_name_of_the_folder(monkeypatch: p
     assert service_of(cli.parser().parse_args(["serve", ".", "--inner", "eager"])).name == models.BUNDLED.name
 
 
-def test_a_folder_that_is_no_artifact_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_artifact_is_refused_before_the_server_starts(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("text")
-    made = service("--artifact", str(tmp_path), "--inner", "inductor")
     with pytest.raises(ArtifactError, match=f"{tmp_path} exists and is not an artifact"):
-        made.prepare()
+        service("--artifact", str(tmp_path), "--inner", "inductor")
     assert (tmp_path / "other").read_text() == "text"
 
 
 @pytest.mark.parametrize("folder", ["none", "file"])
-def test_an_artifact_that_cannot_be_written_is_refused_before_anything_is_compiled(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_artifact_that_cannot_be_written_is_refused_before_the_server_starts(folder: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
-    monkeypatch.setattr(artifacts, "visit_graphs", lambda *_, **__: pytest.fail("it compiles"))
     path = tmp_path / folder / "code"
-    made = service("--artifact", str(path), "--inner", "inductor")
     with pytest.raises(ArtifactError, match=f"{path} cannot be written: there is no folder {path.parent}"):
-        made.prepare()
+        service("--artifact", str(path), "--inner", "inductor")
+
+
+def test_code_that_cannot_be_exported_is_refused_before_the_server_starts(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="only Inductor's code can be exported"):
+        service("--artifact", str(tmp_path / "code"), "--inner", "eager")
+
+
+def test_a_server_whose_artifact_cannot_be_completed_serves_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Check that requests run although the disk is full once everything is compiled."""
+    made = service("--artifact", str(tmp_path / "code"), "--inner", "inductor", "--budget", "32")
+    monkeypatch.setattr(artifacts, "visit_graphs", lambda *_, **__: None)
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(artifact_folder, "write_manifest", fail)
+    made.prepare()
+    assert "writes no artifact" in caplog.text
+    assert "cannot be written: no space left" in caplog.text
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
