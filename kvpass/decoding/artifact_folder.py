@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -187,11 +186,6 @@ def code_from_entry(entry: Mapping[str, Any], folder: Path, tensors: Mapping[str
         code = ExportedCode((folder / part["text"]).read_text(encoding="utf-8"), kernels, constants, leading)
         runs[name] = exported_code.import_code(code, str(folder / part["text"]))
     return LinkedSegments(entry["source"], runs)
-
-
-def read_arguments(entry: Mapping[str, Any]) -> set[int] | None:
-    """Return the indices of the arguments that code reads; None for all."""
-    return None if entry["source"] == WHOLE else {int(index) for index in re.findall(r"\ba\[(\d+)\]", entry["source"])}
 
 
 def sha256_hex(content: bytes) -> str:

@@ -104,7 +104,7 @@ class DecodeLoop:
         """
         Args:
             model: takes `input_ids`, `cache` or `past_key_values`, and `use_cache`, and `attention_mask` and
-                `position_ids` if prompts are padded; returns an object with `logits` and the cache under the same name,
+                `position_ids` if prompts are padded; returns an object with logits and the cache under the same name,
                 or both in a tuple.
                 Its decoder layers may get a forward of `runtime.layer_regions` in their `__dict__`, which traces equal
                 layers once in compiled calls and else calls their class's forward; nothing else is changed.

@@ -20,6 +20,7 @@ from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.model_call import find_logits, name_parts
 from kvpass.decoding.stepping import index_of_tensor
 from kvpass.errors import UnsupportedGraph
+from kvpass.lowering.layer_dedup.link import LinkedSegments
 from kvpass.runtime import exported_graphs, prompts, step_execution, steps
 from kvpass.runtime.call_context import collect_runs, publish_run
 
@@ -165,13 +166,12 @@ class _GraphWriter:
         assert isinstance(ran, prompts.PromptResult)
         runner = ran.runner
         assert isinstance(runner, prompts.PromptRunner)
-        entry, code = exported_graphs.prompt_entry(runner), self._code(runner.code.compiled)
-        read = artifact_folder.read_arguments(code)
+        entry, code = exported_graphs.prompt_entry(runner), runner.code.compiled
         most = exported_graphs.longest_prompt(runner, ran.arguments, ids)
-        needed = set(range(len(ran.arguments))) if read is None else read
+        needed = set(code.reads if isinstance(code, LinkedSegments) else range(len(ran.arguments)))
         needed |= {*entry["module_inputs"], *(index for indices in entry["key_projections"] for index in indices)}
         of_object = {"object": last.cache, "tokens": last.inputs["ids"].shape[1]}
-        return {**entry, "code": code, "lengths": [2, most], "cache": of_object}, needed
+        return {**entry, "code": self._code(code), "lengths": [2, most], "cache": of_object}, needed
 
     def _step(self, last: RecordedCall, alike: Sequence[RecordedCall], ids: int) -> tuple[dict[str, Any], set[int]]:
         ran, variants = last.result, {}

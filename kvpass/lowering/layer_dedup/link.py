@@ -161,7 +161,9 @@ def _link(gm: fx.GraphModule, program: list[tuple[Segment, inductor.Boxed]]) -> 
         lines.append(f"{assignment}{function_names[id(run)]}(operands)")
         lines += _delete(names[node] for node in segment.returned if node not in last_use and node not in kept_alive)
     lines.append(f"return ({_comma_list(names[out] if isinstance(out, fx.Node) else repr(out) for out in outputs)})")
-    return LinkedSegments("\n".join(lines), {name: runs[key] for key, name in function_names.items()})
+    read = {*last_use, *outputs}
+    reads = [number for number, node in enumerate(walk.placeholders(gm.graph)) if node in read]
+    return LinkedSegments("\n".join(lines), {name: runs[key] for key, name in function_names.items()}, reads)
 
 
 class LinkedSegments:
@@ -170,10 +172,11 @@ class LinkedSegments:
     Attributes:
         source: the body of the function, which takes the arguments of the graph as a tuple `a`.
         runs: the segments' code by its names in the source.
+        reads: the indices of the arguments that the source reads; of code from a file there are none.
     """
 
-    def __init__(self, source: str, runs: Mapping[str, inductor.Boxed]) -> None:
-        self.source, self.runs = source, runs
+    def __init__(self, source: str, runs: Mapping[str, inductor.Boxed], reads: Sequence[int] = ()) -> None:
+        self.source, self.runs, self.reads = source, runs, reads
         scope: dict[str, Any] = dict(runs)
         exec("def call(*a):\n" + textwrap.indent(source, "    "), scope)
         self._call: inductor.Compiled = scope["call"]
