@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvpass.errors import KVPassError, KVPassWarning
 
@@ -33,6 +35,17 @@ def outdated_version(package: str) -> str | None:
     """Return the installed version if it is older than all tested versions, else None."""
     version = installed_version(package)
     return version if version and _release(version) < _release(TESTED[package][0]) else None
+
+
+@functools.cache
+def digest_of_sources(*packages: str) -> bytes:
+    """Return a digest of the Python and C++ sources of packages of kvpass, or of all but its `apps`."""
+    result, root = hashlib.sha256(), Path(__file__).parent
+    for path in sorted((*root.rglob("*.py"), *root.rglob("*.cpp"))):
+        package = path.relative_to(root).parts[0]
+        if package in packages if packages else package != "apps":
+            result.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return result.digest()
 
 
 def tested_range(package: str) -> str:

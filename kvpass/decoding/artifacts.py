@@ -13,7 +13,6 @@ file is compared with its digest before any is loaded, and the manifest with its
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import sys
@@ -37,7 +36,6 @@ from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.recording import RecordedCall, named_tensors
 from kvpass.decoding.synthetic_conversation import failure, synthetic_tokens, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError, UnsupportedGraph
-from kvpass.lowering import graph_passes
 from kvpass.policies.base import Policy
 from kvpass.runtime import model_identity
 from kvpass.runtime.call_context import call_pins
@@ -341,18 +339,10 @@ def _versions_here() -> dict[str, str | None]:
     return {
         "torch": torch.__version__,
         "transformers": versions.installed_version("transformers"),
-        "kvpass": f"{versions.installed_version('kvpass')} ({_sources()[:12]})",
+        # The manifest has indices that the sources work with.
+        "kvpass": f"{versions.installed_version('kvpass')} ({versions.digest_of_sources().hex()[:12]})",
         "python": f"{sys.implementation.cache_tag} {platform.system()} {platform.machine()}",
     }
-
-
-def _sources() -> str:
-    """Return a digest of kvpass's own sources: a manifest has the indices that they work with."""
-    result, root = hashlib.sha256(), Path(__file__).parents[1]
-    for path in graph_passes.source_files(root):
-        if path.relative_to(root).parts[0] != "apps":
-            result.update(path.read_bytes())
-    return result.hexdigest()
 
 
 def _processor_here() -> dict[str, Any]:

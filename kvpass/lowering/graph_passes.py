@@ -18,7 +18,6 @@ segments in which policies agree compile once for all policies.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import operator
 import sys
@@ -31,6 +30,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.fx.node import map_arg
 
+from kvpass import versions
 from kvpass.errors import LookupRangeError
 from kvpass.fx.shapes import expr
 from kvpass.torch_private import inductor, symbolic_shapes
@@ -179,24 +179,6 @@ HASHED = ("fx", "lowering", "torch_private")
 """The packages of kvpass whose code changes of a graph may run; each is hashed whole."""
 
 
-def source_files(folder: Path) -> list[Path]:
-    """Return the Python and C++ sources below a folder, in a fixed order."""
-    return sorted((*folder.rglob("*.py"), *folder.rglob("*.cpp")))
-
-
-@functools.cache
-def _sources(module: str) -> bytes:
-    """Return a digest of the sources of `HASHED` and of one more module, by its name."""
-    result = hashlib.sha256()
-    root = Path(__file__).parents[1]
-    for path in [path for name in HASHED for path in source_files(root / name)]:
-        result.update(str(path.relative_to(root)).encode())
-        result.update(path.read_bytes())
-    with contextlib.suppress(OSError):  # of a package in an archive, which has no such files
-        result.update(Path(getattr(sys.modules[module], "__file__", None) or "").read_bytes())
-    return result.digest()
-
-
 def pass_digest(change: Callable[[fx.Graph], None], gm: fx.GraphModule | None = None) -> bytes:
     """Return a digest of the sources that a change of a graph runs, and of the graph's constants.
 
@@ -204,7 +186,9 @@ def pass_digest(change: Callable[[fx.Graph], None], gm: fx.GraphModule | None = 
         change: the function; the code of kvpass that it runs must be in its own module or in `HASHED`.
         gm: the graph; None for a digest of the sources alone.
     """
-    hashed = hashlib.sha256(change.__qualname__.encode() + _sources(change.__module__))
+    hashed = hashlib.sha256(change.__qualname__.encode() + versions.digest_of_sources(*HASHED))
+    with contextlib.suppress(OSError):  # of a package in an archive, which has no such files
+        hashed.update(Path(getattr(sys.modules[change.__module__], "__file__", None) or "").read_bytes())
     for name, constant in _constants(gm) if gm else ():
         hashed.update(f"{name} {tuple(constant.shape)} {constant.dtype}".encode() + tensor_bytes(constant))
     return hashed.digest()

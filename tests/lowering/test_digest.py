@@ -13,6 +13,7 @@ import pytest
 import torch.fx as fx
 
 import kvpass
+from kvpass import versions
 from kvpass.lowering import graph_passes
 from kvpass.runtime import backend_base
 
@@ -57,16 +58,17 @@ def test_editing_code_that_a_graph_change_runs_changes_the_digest(
     change: types.FunctionType, edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = shutil.copytree(ROOT, tmp_path / "kvpass", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(versions, "__file__", str(copy / "versions.py"))
     monkeypatch.setattr(graph_passes, "__file__", str(copy / "lowering" / "graph_passes.py"))
     monkeypatch.setattr(backend_base, "__file__", str(copy / "runtime" / "backend_base.py"))
     found = []
     for _ in range(2):
-        graph_passes._sources.cache_clear()
+        versions.digest_of_sources.cache_clear()
         found.append(graph_passes.pass_digest(change))
         with open(copy / edited, "a", encoding="utf-8") as file:
             file.write("# edited\n")
     monkeypatch.undo()
-    graph_passes._sources.cache_clear()
+    versions.digest_of_sources.cache_clear()
     assert found[0] == graph_passes.pass_digest(change) != found[1]
 
 
