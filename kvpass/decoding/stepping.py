@@ -30,6 +30,7 @@ from kvpass.runtime.call_context import collect_runs
 from kvpass.runtime.model_arguments import with_dynamic_length
 from kvpass.runtime.step_execution import StepExecutor, StepInputs, StepKey, StepResult, step_key
 from kvpass.torch_private import dynamo, tensors
+from kvpass.torch_private.operators import autocast_state
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,14 +63,14 @@ class ModelFingerprint:
         """Record the present objects of the model."""
         self._tables = dynamo.tables_of_modules(self._model)
         self._containers = _containers(self._tables)
-        self._known, self._autocast = list(self._current()), _autocast()
+        self._known, self._autocast = list(self._current()), autocast_state()
         self._tensors = [inner for x in self._known if isinstance(x, Tensor) for inner in tensors.strided_tensors(x)]
         self._tensor_facts = self._read_tensors()
 
     def has_changed(self) -> bool:
         """Return whether an object, or the data of a tensor, was replaced, added or removed since the last `record`."""
         same_objects = all(itertools.starmap(operator.is_, itertools.zip_longest(self._current(), self._known)))
-        return not same_objects or self._read_tensors() != self._tensor_facts or self._autocast != _autocast()
+        return not same_objects or self._read_tensors() != self._tensor_facts or self._autocast != autocast_state()
 
     def _read_tensors(self) -> list[list[Any]]:
         read = (Tensor.data_ptr, operator.attrgetter("dtype"), Tensor.size, Tensor.stride)
@@ -77,11 +78,6 @@ class ModelFingerprint:
 
     def _current(self) -> Iterator[Any]:
         return itertools.chain.from_iterable((*map(dict.values, self._tables), *map(_held_by, self._containers)))
-
-
-def _autocast() -> list[tuple[bool, torch.dtype]]:
-    kinds = ("cpu", "cuda")
-    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 
 
 MAX_CONTAINERS = 10_000

@@ -16,12 +16,16 @@ def all_reduce(x: Tensor, how: str, group: str) -> Tensor:
     return cast(Tensor, operators.wait_tensor(operators.all_reduce(x, how, group)))
 
 
+def autocast_state() -> list[tuple[str, bool, torch.dtype]]:
+    """Return whether autocast is enabled, and its dtype, for each kind of device that has it."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
 @contextlib.contextmanager
 def preserving_autocast() -> Iterator[None]:
     """Return a context that restores autocast at its end, even if the code inside entered it and did not exit."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
-    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    depth = _autocast_depth()
+    before, depth = autocast_state(), _autocast_depth()
     try:
         yield
     finally:
