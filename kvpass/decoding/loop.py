@@ -32,8 +32,8 @@ from kvpass.decoding.synthetic_conversation import visit_graphs
 from kvpass.errors import KVPassWarning
 from kvpass.policies.base import Policy
 from kvpass.policies.hashing import PRIME
-from kvpass.runtime import layer_regions
-from kvpass.runtime.compiled_call import CompiledCall
+from kvpass.runtime.entry import layer_regions
+from kvpass.runtime.entry.compiled_call import CompiledCall
 from kvpass.torch_private import dynamo
 
 CAPTURING = ("reduce-overhead", "max-autotune")
@@ -106,8 +106,8 @@ class DecodeLoop:
             model: takes `input_ids`, `cache` or `past_key_values`, and `use_cache`, and `attention_mask` and
                 `position_ids` if prompts are padded; returns an object with logits and the cache under the same name,
                 or both in a tuple.
-                Its decoder layers may get a forward of `runtime.layer_regions` in their `__dict__`, which traces equal
-                layers once in compiled calls and else calls their class's forward; nothing else is changed.
+                Its decoder layers may get a forward of `runtime.entry.layer_regions` in their `__dict__`, which traces
+                equal layers once in compiled calls and else calls their class's forward; nothing else is changed.
             policy: the eviction policy, see `kvpass.backend`.
             temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy.
             stop: tokens that end a conversation; they are handed out, and are in the cache of a later prompt.

@@ -22,7 +22,7 @@ from kvpass.decoding.model_call import ModelCall, with_logits
 from kvpass.decoding.prompt_inputs import PaddingMask, Pin, TokenIds, padding_mask, pin_mask
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.policies.pinned_tokens import Pins
-from kvpass.runtime.model_arguments import with_dynamic_length
+from kvpass.runtime.entry.model_arguments import with_dynamic_length
 from kvpass.runtime.model_identity import digests
 from kvpass.torch_private import dynamo
 from kvpass.user_budget import Budget

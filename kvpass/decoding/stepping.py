@@ -27,7 +27,7 @@ from kvpass.errors import CacheHandleError, KVPassWarning, UnsupportedGraph
 from kvpass.runtime import cache_changes, clocks
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.call_context import collect_runs
-from kvpass.runtime.model_arguments import with_dynamic_length
+from kvpass.runtime.entry.model_arguments import with_dynamic_length
 from kvpass.runtime.step_execution import StepExecutor, StepInputs, StepKey, StepResult, step_key
 from kvpass.torch_private import dynamo, tensors
 from kvpass.torch_private.operators import autocast_state
