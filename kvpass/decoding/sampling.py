@@ -62,6 +62,7 @@ def _keep_top_p(ordered: Tensor, order: Tensor, share: Tensor | float) -> Tensor
     """Return sorted logits in their own order, with minus infinity where more likely tokens already have the share."""
     probs = torch.softmax(ordered, -1)
     out = probs.cumsum(-1) - probs >= share  # the most likely token always stays
+    out = out & (share < 1)  # a rounded sum may reach one before the last token
     return torch.empty_like(ordered).scatter(-1, order, ordered.masked_fill(out, -torch.inf))
 
 
@@ -98,9 +99,9 @@ class RowSampling:
         """Set the settings of a row."""
         self.rows[row] = sampling
         self.temperature[row] = sampling.temperature
-        # Without a limit: more tokens than any vocabulary has, and more than the sum of probabilities.
+        # Without a limit: more tokens than any vocabulary has, and all of the probability.
         self.top_k[row] = PRIME if sampling.top_k is None else sampling.top_k
-        self.top_p[row] = 2.0 if sampling.top_p is None else sampling.top_p
+        self.top_p[row] = 1.0 if sampling.top_p is None else sampling.top_p
         self.seed[row] = sampling.seed % PRIME
 
     def of_row(self, row: int) -> RowSampling:

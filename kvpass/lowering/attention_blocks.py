@@ -234,7 +234,7 @@ def probs_in_blocks(attention: AttentionInputs, size: int | None = None) -> Iter
 
 
 def column_sums_in_blocks(attention: AttentionInputs, weight: Tensor, powers: int) -> list[Tensor]:
-    """Sum probabilities to the power of 1, ..., `powers` over queries with weights [B, q]: float32 [B, Hkv, G, S]."""
+    """Sum probabilities, and with two `powers` squares, over queries with weights [B, q]: float32 [B, Hkv, G, S]."""
     sums = [zeros(attention) for _ in range(powers)]
     for part, piece in attention.pieces():
         totals, weights = [total[part] for total in sums], weight[part[0]]
@@ -244,7 +244,7 @@ def column_sums_in_blocks(attention: AttentionInputs, weight: Tensor, powers: in
 
 
 def _add(sums: list[Tensor], probs: Tensor, weight: Tensor) -> None:
-    """Add the probabilities of queries with weights [B, n], to the power of 1, 2, ..., each to its sum."""
+    """Add the probabilities of queries with weights [B, n], then their squares, each to its sum."""
     weight = weight[:, None, None, None].to(probs.dtype).expand(*probs.shape[:3], 1, -1)
     for power, total in enumerate(sums, 1):
         probs = probs if power == 1 else probs.square_()

@@ -38,7 +38,7 @@ def uses_tiles(attention: AttentionInputs) -> bool:
 def column_sums(
     attention: AttentionInputs, weight: Tensor, powers: int, log_sum_exp: Tensor | None = None
 ) -> list[Tensor]:
-    """Sum probabilities to the power of 1, ..., `powers` over queries with weights [B, q]: float32 [B, Hkv, G, S].
+    """Sum probabilities, and with two `powers` squares, over queries with weights [B, q]: float32 [B, Hkv, G, S].
 
     Args:
         log_sum_exp: the log-sum-exp of each query's logits, [B, Hq, q], if it is known.

@@ -83,6 +83,7 @@ def _sections(x: Any) -> Sections:
 def _pointwise(call: Callable[[Any], Any], args: tuple[Any, ...]) -> Sections:
     """Apply an operation to each section, and cut the other operands alike; operands that broadcast stay whole."""
     width = max(arg.width for arg in args if isinstance(arg, Sections))
+    args = tuple(arg.join() if isinstance(arg, Sections) and arg.width < width else arg for arg in args)
     operands = [_sections(a) if _has_width(a, width) else None for a in args]
     ends = {end for s in operands if s is not None for end in s.ends}
     pieces = [None if s is None else s.cut_at(ends) for s in operands]

@@ -411,26 +411,6 @@ def test_samples_are_those_of_the_seed() -> None:
     assert not torch.equal(said[0], said[2])
 
 
-@pytest.mark.parametrize(
-    ("given", "allowed"),
-    [
-        (dict(temperature=0.0), [3]),
-        (dict(temperature=1.0, top_k=2), [2, 3]),
-        (dict(temperature=1.0, top_p=0.6), [3]),
-        (dict(temperature=1.0, top_p=0.7), [2, 3]),
-        (dict(temperature=1.0), [0, 1, 2, 3]),
-    ],
-)
-def test_top_k_and_top_p_limit_the_draw(given: dict[str, Any], allowed: list[int]) -> None:
-    shares = torch.tensor([0.05, 0.05, 0.25, 0.65])
-    sampling = kvpass.decoding.sampling.Sampling(**given)
-    drawn = sampling.choose(shares.log().expand(4000, 4), sampling.generator(torch.device("cpu")))
-    counts = drawn.bincount(minlength=4) / 4000
-    expected = torch.zeros(4)
-    expected[allowed] = shares[allowed] / shares[allowed].sum()
-    torch.testing.assert_close(counts, expected, atol=0.03, rtol=0)
-
-
 class Watched(TorchDispatchMode):
     """Records every operation that waits for the device."""
 

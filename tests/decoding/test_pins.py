@@ -12,7 +12,6 @@ from torch import Tensor
 import kvpass
 from kvpass.backend import Backend
 from kvpass.cache.model_cache import caches_in
-from kvpass.decoding.prompt_inputs import pin_mask
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError, RequestError
 from tests import on_reference
 from tests.models import build, model_with_unequal_layers, prompt
@@ -173,32 +172,6 @@ def test_policies_without_pins_say_why(model: Traced, policy: str) -> None:
 def test_an_uncompiled_model_cannot_pin() -> None:
     with pytest.raises(CacheHandleError, match="pin: LlamaForCausalLM returned no cache of kvpass"):
         kvpass.prefill(build("Llama", layers=1), prompt(1, 9, ())[0], chunk=9, pin=[(0, 2)])
-
-
-def test_spans_count_real_tokens_and_masks_are_checked() -> None:
-    valid = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    assert pin_mask([(0, 2)], False, valid).int().tolist() == [[0, 0, 1, 1, 0], [1, 1, 0, 0, 0]]  # type: ignore[union-attr]
-    rows = pin_mask([[(1, 3)], []], False, valid)
-    assert rows is not None
-    assert rows.int().tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]]
-    assert pin_mask(None, False, valid) is None
-    assert pin_mask([], True, valid) is None
-    for pin, message in [
-        (torch.ones(2, 5, dtype=torch.bool), "row 0 pins padding"),
-        (torch.ones(2, 4, dtype=torch.bool), r"must be bool \[2, 5\]"),
-        (torch.ones(2, 5), r"must be bool \[2, 5\]"),
-        ([(2, 4)], r"span \(2, 4\) of row 0 is not within its 3 tokens"),
-        ([(2, 2)], r"span \(2, 2\) of row 0"),
-        ([(-1, 2)], r"span \(-1, 2\)"),
-        ([[(0, 1)]], "one such list for each of 2 rows"),
-        ([(0, 1, 2)], "one such list for each of 2 rows"),
-        ([(0, True)], "one such list for each of 2 rows"),
-        ([0, 1], "one such list for each of 2 rows"),
-    ]:
-        with pytest.raises(PolicyError, match=message):
-            pin_mask(pin, False, valid)  # type: ignore[arg-type]
-    with pytest.raises(PolicyError, match="on_top=True: counts pinned tokens in addition to the budget"):
-        pin_mask(None, True, valid)
 
 
 def test_prompts_of_many_lengths_share_one_step(model: Traced, monkeypatch: pytest.MonkeyPatch) -> None:

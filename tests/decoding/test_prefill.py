@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from kvpass.decoding.prefill import chunk_lengths
-from kvpass.decoding.prompt_inputs import padding_mask
 from kvpass.runtime import cache_changes, kv_store
 from tests import on_reference
 from tests.models import breaks, build, graphs, prompt
@@ -267,11 +266,3 @@ def test_padding_of_a_prefix_is_known_from_its_cache() -> None:
     assert torch.equal(made[0].logits, made[1].logits)
     with pytest.raises(kvpass.CacheHandleError, match="a prompt of 1 rows after a prefix of 2"):
         kvpass.prefill(run, ids[:1, :5], chunk=5, cache=made[0])
-
-
-@pytest.mark.parametrize(
-    ("seen", "said"), [(0, "for the new tokens alone"), (5, "for the 5 tokens before and the new")]
-)
-def test_a_padding_mask_of_another_shape_names_the_tokens_that_it_is_for(seen: int, said: str) -> None:
-    with pytest.raises(kvpass.PolicyError, match=rf"attention_mask=\(2, 12\): must be \(2, {seen + 4}\), {said}"):
-        padding_mask(torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 12), seen)

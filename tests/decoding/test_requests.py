@@ -13,7 +13,7 @@ import transformers
 
 import kvpass
 from kvpass import GenerationOutput, RequestStatus
-from kvpass.decoding import request_batch, sampling, scheduler, stepping
+from kvpass.decoding import request_batch, scheduler, stepping
 from kvpass.decoding.scheduler import RequestScheduler
 from tests.models import build, discard_compiled_code, model_with_unequal_layers, prompt
 from tests.strategies import MODEL_SPECIFIC
@@ -151,23 +151,6 @@ def test_rows_that_cannot_decode_together_are_named() -> None:
     ) as made:
         serving_loop(WithoutPositionIds(), rows=2).reset()
     assert [each.filename for each in made if "one after the other" in str(each.message)] == [__file__]
-
-
-def test_rows_draw_by_their_own_settings() -> None:
-    shares = torch.tensor([0.05, 0.05, 0.25, 0.65])
-    rows = [(dict(temperature=0.0), [3]), (dict(temperature=1.0, top_k=2), [2, 3])]
-    rows += [(dict(temperature=1.0, top_p=0.7), [2, 3]), (dict(temperature=1.0), [0, 1, 2, 3])]
-    per_row = sampling.RowSampling.of(len(rows), torch.device("cpu"))
-    counts = torch.zeros(len(rows), 4)
-    for row, (given, _) in enumerate(rows):
-        per_row.set_row(row, sampling.Sampling(**given, seed=row))
-    for made in range(4000):
-        drawn = per_row.choose(shares.log().expand(len(rows), 4), torch.full((len(rows),), made))
-        counts[torch.arange(len(rows)), drawn] += 1
-    for row, (_, allowed) in enumerate(rows):
-        expected = torch.zeros(4)
-        expected[allowed] = shares[allowed] / shares[allowed].sum()
-        torch.testing.assert_close(counts[row] / 4000, expected, atol=0.03, rtol=0)
 
 
 @pytest.mark.slow
@@ -431,33 +414,6 @@ def test_compiled_by_inductor() -> None:
         assert done[name].generated_tokens == alone(model, ids, most, prefill_chunk=8)
 
 
-def one_row(settings: sampling.Sampling) -> sampling.RowSampling:
-    rows = sampling.RowSampling.of(1, torch.device("cpu"))
-    rows.set_row(0, settings)
-    return rows
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 9, 20])
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_tokens_that_tie_with_the_last_of_top_k_are_drawn_too(top_k: int, temperature: float) -> None:
-    """Compare with transformers, for settings of the batch and of single rows."""
-    logits = torch.randint(4, (6, 9), generator=torch.Generator().manual_seed(top_k)).float()
-    expected = transformers.TopKLogitsWarper(top_k)(torch.zeros(6, 1), logits) > -torch.inf
-    rows = sampling.RowSampling.of(6, torch.device("cpu"))
-    for row in range(6):
-        rows.set_row(row, sampling.Sampling(temperature, top_k))
-    assert torch.equal(rows._apply_limits(logits / temperature) > -torch.inf, expected)
-    assert torch.equal(sampling._keep_top_k(logits / temperature, min(top_k, 9)) > -torch.inf, expected)
-
-
-@pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-20, 1e-6])
-def test_a_temperature_near_zero_draws_the_most_likely_token(temperature: float) -> None:
-    logits = torch.tensor([[1.0, 90.0, 89.0, -90.0]])
-    settings = sampling.Sampling(temperature=temperature)
-    assert settings.choose(logits, settings.generator(torch.device("cpu"))).item() == 1
-    assert one_row(settings).choose(logits, torch.zeros(1, dtype=torch.int64)).item() == 1
-
-
 @pytest.mark.parametrize("temperature", [1e31, 1e39, 1e308])
 def test_a_temperature_beyond_float32_is_refused(temperature: float) -> None:
     loop = serving_loop()
@@ -465,24 +421,6 @@ def test_a_temperature_beyond_float32_is_refused(temperature: float) -> None:
         loop.add([3], temperature=temperature)
     with pytest.raises(kvpass.PolicyError, match="temperature"):
         serving_loop(temperature=temperature)
-
-
-def test_noise_is_precise_near_zero_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test the smallest hashes, which draw rare tokens, and the largest, whose share rounds to one."""
-    hashes = torch.tensor([[0, 1, 2**20, 2**31 - 3, 2**31 - 2]])
-    monkeypatch.setattr(sampling, "mix", lambda number: hashes)
-    noise = one_row(sampling.Sampling(temperature=1.0))._noise(torch.zeros(1, dtype=torch.int64), 5)
-    expected = -torch.log1p(-(hashes.double() + 0.5) / 2**31)
-    torch.testing.assert_close(noise[0, :3].double(), expected[0, :3], atol=0, rtol=1e-5)
-    assert (noise[0, 3:] > 20).all()
-    assert noise.isfinite().all()
-
-
-@pytest.mark.parametrize("seed", [0, sampling.PRIME, 1])
-def test_no_seed_draws_a_token_of_next_to_no_probability(seed: int) -> None:
-    logits = torch.tensor([[-18.0, 0.0, 0.0]])
-    row = one_row(sampling.Sampling(temperature=1.0, seed=seed))
-    assert all(row.choose(logits, torch.tensor([made])).item() > 0 for made in range(50))
 
 
 @pytest.mark.parametrize("wrong", ["a span", "a mask", "a prefix"])

@@ -12,7 +12,6 @@ from kvpass.errors import AlignerError, BudgetError, PolicyError, UnsupportedGra
 from kvpass.policies.aligners import Signature, identity_aligner
 from kvpass.policies.budgets import window_starts
 from kvpass.policies.kv_align import KVAlign
-from kvpass.rewrite.renumber import fits_prompt, fits_step
 from tests.aligners import random_aligner
 from tests.models import build, graphs, prompt, teacher_forced
 from tests.runtime.test_runtime import assert_equal_runs, bare
@@ -184,18 +183,6 @@ def test_window_starts():
     real = torch.tensor([[True] * 9, [False, False] + [True] * 7])
     assert window_starts(real, 4).tolist() == [[0, 0, 0, 0, 4, 5, 5, 5, 5], [0, 0, 0, 0, 0, 3, 3, 3, 3]]
     assert window_starts(real, 9).tolist() == [[0] * 9] * 2
-
-
-def test_which_inputs_can_be_position_ids():
-    assert fits_prompt(torch.tensor([[0, 1, 2, 3], [1, 1, 0, 1]]))
-    assert not fits_prompt(torch.tensor([[0, 1, 2, 3], [7, 1, 9, 2]]))
-    assert not fits_prompt(torch.zeros(2, 4, dtype=torch.int64))
-    fits = fits_step(torch.tensor([5, 7]), torch.tensor([9, 9]))
-    assert fits(torch.tensor([[5], [7]]))
-    assert fits(torch.tensor([[9]]))
-    assert fits(torch.tensor([[5, 6, 7], [6, 6, 7]]))
-    assert not fits(torch.tensor([[5, 7, 8], [7, 8, 9]]))
-    assert not fits(torch.tensor([[5], [70]]))
 
 
 def test_policies_are_equal_when_their_weights_are():

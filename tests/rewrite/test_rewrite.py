@@ -15,7 +15,6 @@ from kvpass.capture.canonical import APPEND, ATTENTION
 from kvpass.capture.capture import capture
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import walk
-from kvpass.rewrite.sections import SectionInterpreter, Sections
 from tests.models import ARCHITECTURES, build, prompt, teacher_forced
 
 
@@ -112,40 +111,6 @@ def test_a_static_cache_that_generate_makes_is_refused() -> None:
     ids, mask = prompt(1, 6, ())
     with pytest.raises(kvpass.UnsupportedGraph, match="leave out cache_implementation='static'"):
         model.generate(ids, attention_mask=mask, max_new_tokens=2, cache_implementation="static")  # type: ignore[operator]
-
-
-def half(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
-    a, b = x[..., :4], x[..., 4:]
-    return x * cos + torch.cat([-b, a], -1)
-
-
-def partial(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
-    rotated, rest = x.split([6, 2], -1)
-    a, b = rotated.chunk(2, -1)
-    return torch.cat([rotated * cos[..., :6] + torch.cat([-b, a], -1), rest], -1)
-
-
-def interleaved(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
-    return x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
-
-
-@pytest.mark.parametrize("function", [half, partial, interleaved])
-def test_functions_run_on_tensors_in_sections(function: Any) -> None:
-    x, cos = torch.randn(2, 3, 8), torch.randn(3, 8)
-    sections = SectionInterpreter(fx.symbolic_trace(function)).run_on(Sections((x,)), cos)
-    assert torch.allclose(torch.cat(sections, -1), function(x, cos))
-
-
-def test_halves_are_never_joined() -> None:
-    sections = SectionInterpreter(fx.symbolic_trace(half)).run_on(Sections((torch.randn(2, 3, 8),)), torch.randn(3, 8))
-    assert [section.shape[-1] for section in sections] == [4, 4]
-
-
-def test_sections_cut_and_join() -> None:
-    x = torch.arange(6.0)
-    sections = Sections((x[:2], x[2:]))
-    assert [p.tolist() for p in sections.slice(1, 5).tensors] == [[1.0], [2.0, 3.0, 4.0]]
-    assert torch.equal(sections.join(), x)
 
 
 class Rotated(torch.nn.Module):

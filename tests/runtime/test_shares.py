@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvpass
-from kvpass import policies, user_budget
+from kvpass import policies
 from kvpass.cache.layout import ROW_BUDGET
 from kvpass.cache.model_cache import caches_in
 from kvpass.policies.budgets import Plan, by_rows
@@ -219,14 +219,6 @@ def test_fitting_budgets_of_rows_are_those_of_numbers() -> None:
     for policy in (aligned, *others):
         rows = policy.fitting_budget(torch.tensor([[0], [13], [50]]))
         assert rows.flatten().tolist() == [policy.fitting_budget(budget) for budget in (0, 13, 50)]
-
-
-def test_slots_of_rows() -> None:
-    valid = torch.ones(3, 20, dtype=torch.bool)
-    valid[1, :8] = False
-    streaming = policies.resolve("streaming", {})
-    assert user_budget.slots_of_rows(streaming, 0.5, valid) == [10, 6, 10]
-    assert user_budget.slots_of_rows(streaming, 9, valid) == [9, 9, 9]
 
 
 def test_a_plan_by_rows_takes_each_row_from_the_plan_for_its_budget() -> None:
