@@ -1,8 +1,8 @@
 """Record the last calls on a layer's cache, so that they can be undone.
 
 A decode step overwrites one slot of each head, so its vectors are copied before the step.  A chunk is admitted to other
-slots, and its keys and values are kept until the next call.  To crop a chunk, its first tokens are admitted again to
-the slots from before the chunk.
+slots, and its keys and values are kept while a crop may reach it.  To crop a chunk, its first tokens are admitted
+again to the slots from before the chunk; those of a prompt, to new slots.
 """
 
 from __future__ import annotations
@@ -52,12 +52,11 @@ UndoRecords = tuple[UndoRecord, ...]
 def append_record(records: UndoRecords, last: UndoRecord, max_tokens: int) -> UndoRecords:
     """Return the records to keep after a new call, enough to crop `max_tokens` tokens.
 
-    The record of a prompt is dropped, because it holds every token.  Records before a chunk are dropped, because a
-    chunk is admitted to other slots.
+    Records before a chunk are dropped, because a chunk is admitted to other slots.
     """
     if last.token_count > 1:
         return (last,)
-    kept = tuple(record for record in (*records, last) if record.snapshot is not None)
+    kept = (*records, last)
     while sum(record.token_count for record in kept[1:]) >= max_tokens:
         kept = kept[1:]
     return kept
@@ -76,6 +75,6 @@ def check_croppable(records: Sequence[UndoRecord], count: int, max_tokens: int) 
     else:
         reason = (
             "earlier tokens have no record: records begin at the last call of several tokens, at a selection or copy "
-            "of rows, or when the cache was loaded; a prompt can be cropped down to one token, until the next call"
+            "of rows, or when the cache was loaded; the first token of a prompt stays"
         )
     raise CacheHandleError(f"{count} tokens of a cache were to be cropped, and {croppable} can be: {reason}")

@@ -126,16 +126,22 @@ def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_come(model: Traced, 
     compare()
 
 
-def test_steps_and_a_part_of_the_chunk_before_them_are_taken_back_together(model: Traced) -> None:
-    under = model.under(chosen("h2o"))
-    cropped, straight = Talk(under), Talk(under)
+@pytest.mark.parametrize("before", [(12,), ()], ids=["chunk", "prompt"])
+@some_policies
+def test_steps_and_a_part_of_the_call_before_them_are_taken_back_together(
+    model: Traced, name: str, before: tuple[int, ...]
+) -> None:
+    """Crop steps and a part of the chunk or prompt before them, as an assistant whose first guesses are all wrong."""
+    under = model.under(chosen(name))
+    cropped, straight = Talk(under, padding=(4, 1)), Talk(under, padding=(4, 1))
     for talk in (cropped, straight):
-        talk.feed(12)
-    cropped.feed(2, 3)
+        for count in before:
+            talk.feed(count)
+    cropped.feed(12, 3)
     for _ in range(3):
         cropped.feed(0, 1)
     cropped.crop(6)
-    straight.feed(2)
+    straight.feed(12)
     for talk in (cropped, straight):
         talk.feed(1)
     same(cropped, straight)
