@@ -178,10 +178,8 @@ class _Broadcaster:
             raise _NotBroadcastable
         with self.graph.inserting_before(node):
             copy = self.graph.node_copy(node, lambda each: self.mapped.get(each, each))
-        copy.meta["example_value"] = propagation.SmallSizes([copy]).run(
-            copy, {each: example_value(each) for each in copy.all_input_nodes}
-        )
-        return copy
+        values = {each: example_value(each) for each in copy.all_input_nodes}
+        return splicing.with_value(copy, propagation.SmallSizes([copy]).run(copy, values))
 
 
 _LOOKUPS = (operator.getitem, torch.ops.aten.index, torch.ops.aten.index.Tensor)
