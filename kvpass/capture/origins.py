@@ -255,12 +255,6 @@ def _is_input(node: fx.Node) -> bool:
     return walk.chain(node, lambda each: has_tag(each, "moves", "keeps"))[-1].op == "placeholder"
 
 
-_MIXING = tagged("projects", "contracts", "normalizes") | {
-    "softmax", "scaled_dot_product_attention", "topk", "scatter"
-}  # fmt: skip
-"""Operators that compute new features or a selection, so that the result is not a rearranged operand."""
-
-
 def unread_caches(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
     """Return the outputs that extend an input and are not `read` as caches, each with the reason of the refusal."""
     others = [node for index, node in enumerate(walk.results(graph)) if index not in read and _is_state(node)]
@@ -310,7 +304,8 @@ def since_projection(
 
 def _source_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs of at least three dimensions that a tensor rearranges or selects from."""
-    sources = walk.reach([node], lambda each: () if target_name(each) in _MIXING else each.all_input_nodes)
+    mixing = tagged("projects", "contracts", "normalizes", "mixes")
+    sources = walk.reach([node], lambda each: () if target_name(each) in mixing else each.all_input_nodes)
     return [source for source in sources if source.op == "placeholder" and _is_state(source)]
 
 

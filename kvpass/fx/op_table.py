@@ -44,14 +44,17 @@ def _known(op: str, target: Any) -> str:
 
 _TABLE = {
     "pointwise": (
-        "mul multiply truediv div divide true_divide floordiv floor_divide mod remainder fmod neg negative pos abs "
-        "absolute sign square pow exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan tanh sigmoid "
-        "relu silu gelu softplus erf clamp clamp_min clamp_max clip maximum minimum where masked_fill logical_and "
-        "logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not and_ or_ xor inv invert "
-        "__and__ __or__ __xor__ __invert__ isnan isinf isfinite floor ceil round trunc nan_to_num lerp addcmul mul_ "
-        "div_ masked_fill_ clamp_ __rmul__ bitwise_left_shift bitwise_right_shift lshift rshift atan2 logit fill_ "
-        "polar complex short bool"
+        "truediv div divide true_divide fmod neg negative pos abs absolute sign square pow exp exp2 expm1 log log2 "
+        "log10 log1p sqrt rsqrt reciprocal sin cos tan tanh sigmoid relu silu gelu softplus erf logical_and logical_or "
+        "logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not and_ or_ xor inv invert __and__ __or__ "
+        "__xor__ __invert__ isnan isinf isfinite floor ceil round trunc nan_to_num lerp addcmul mul_ div_ "
+        "masked_fill_ clamp_ __rmul__ bitwise_left_shift bitwise_right_shift lshift rshift atan2 logit fill_ polar "
+        "complex short bool"
     ),
+    "pointwise multiplies": "mul multiply",
+    "pointwise divides": "floordiv floor_divide mod remainder",
+    "pointwise bounds": "clamp clamp_min clamp_max clip maximum minimum",
+    "pointwise selects": "where masked_fill",
     "pointwise adds": "add sub subtract rsub add_ sub_ __radd__ __rsub__",
     "pointwise adds augments": "iadd isub",
     "pointwise augments": "imul itruediv iand ior ixor",
@@ -63,18 +66,21 @@ _TABLE = {
     "pointwise creates": "zeros_like ones_like full_like",
     "moves view reshapes": "view reshape flatten unflatten unsqueeze squeeze",
     "moves view transposes": "transpose permute t",
-    "moves view expands": "expand expand_as broadcast_to",
+    "moves view expands": "expand broadcast_to",
+    "moves view expands like": "expand_as",
+    "moves view like": "view_as",
     "moves view looks_up": "getitem",
     "moves view": (
-        "view_as movedim moveaxis swapaxes swapdims select narrow chunk split tensor_split unbind diagonal adjoint "
-        "ravel"
+        "movedim moveaxis swapaxes swapdims select narrow chunk split tensor_split unbind diagonal adjoint ravel"
     ),
     "moves": "repeat tile repeat_interleave flip",
     "reduces": (
         "sum mean prod amax amin any all argmax argmin max min logsumexp count_nonzero std var median nansum norm "
         "linalg_vector_norm"
     ),
-    "along": "softmax log_softmax cumprod cummax cummin logcumsumexp sort argsort normalize",
+    "along mixes": "softmax",
+    "mixes": "scaled_dot_product_attention topk scatter",
+    "along": "log_softmax cumprod cummax cummin logcumsumexp sort argsort normalize",
     "along counts": "cumsum",
     "counts": "arange",
     "features projects": "linear",
@@ -93,19 +99,21 @@ _TABLE = {
 """The operators, by their tags.
 
 - *pointwise*: computes each element from the operands' elements at the same index, with broadcasting.  `max` and `min`
-  of two tensors do so too.  *adds*, *compares*: adds or subtracts, compares.
+  of two tensors do so too.  *adds*, *multiplies*, *divides*, *compares*, *bounds*, *selects*: which of these it does;
+  division rounds to integers.
 - *keeps*: returns its operand's values, perhaps in another dtype; *casts*: to change the dtype.  *keeps_integers*:
   returns the values of an operand of integers.
 - *moves*: elements change position and keep their values, independently of any tensor's content.  The table has no rule
   for these: the operation runs on a tensor of coordinates, and the result shows the new axis of each slice.
   *reshapes*: splits and joins adjacent dimensions.  *transposes*: changes their order.  *expands*: repeats a dimension.
+  *like*: in the shape of the second operand.
 - *view*: the result may share memory with the first operand; `int`, `long`, `short` and `bool`, which share it where
   they change no dtype, count as copies.  *augments*: an operator of Python that writes to its
   first operand, as all methods do whose names end with an underscore.
 - *reduces*, *along*: works along given dimensions, which a reduction may drop; other dimensions are independent.
 - *features*: mixes the last dimension, or the last few; other dimensions are independent.  *normalizes*: makes a norm.
 - *projects*: computes states by a weight or a table.  *contracts*: sums products of two tensors; *batched*: over the
-  last dimension of one and the second to last of the other, independently of all others.
+  last dimension of one and the second to last of the other, independently of all others.  *mixes*: attends or selects.
 - *looks_up*: an index picks elements; see `lookup`.  *counts*: counts, as positions are.
 - *joins*: several tensors in one.  *creates*: a tensor without content, or that a number *fills*.
 """

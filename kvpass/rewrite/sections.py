@@ -38,7 +38,7 @@ class SectionInterpreter(fx.Interpreter):
         def call(new: Any) -> Any:
             return apply(n.target, tuple(new), kwargs)
 
-        if name in _POINTWISE:
+        if op_table.is_pointwise(n):
             return _pointwise(call, args)
         if n.target is operator.getitem and _slices_last(args):
             start, stop, _ = args[1][-1].indices(args[0].width)
@@ -69,11 +69,6 @@ class PaddedSections(fx.Interpreter):
             return Sections(tuple(sections)).join()
         moved = Sections(tuple(section.movedim(dim, -1) for section in sections))
         return moved.join().movedim(-1, dim)
-
-
-_POINTWISE = frozenset(
-    {"add", "sub", "mul", "neg", "to", "float", "type_as", "iadd", "contiguous", "clone", "half", "bfloat16"}
-)
 
 
 def _sections(x: Any) -> Sections:

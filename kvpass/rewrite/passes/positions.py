@@ -46,7 +46,7 @@ from kvpass.rewrite.renumber import find_readers, fits_step, subtract_by_row
 from kvpass.rewrite.rotary_subgraph import cut_rotaries
 
 BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
-_ARITHMETIC = op_table.tagged("compares", "adds") | {"mul", "clamp", "maximum", "minimum"}
+_ARITHMETIC = ("compares", "adds", "multiplies", "bounds")
 _FUNCTIONS: dict[str, Any] = {
     "Add": operator.add, "Mul": operator.mul, "Max": torch.clamp_min, "Min": torch.clamp_max
 }  # fmt: skip
@@ -87,7 +87,7 @@ class _LengthArithmetic:
                 continue
             if node.target is torch.arange:
                 self._arange_on_length(node)
-            elif any(walk.is_tensor(arg) for arg in node.args) and op_table.operator_name(node) in _ARITHMETIC:
+            elif any(walk.is_tensor(arg) for arg in node.args) and op_table.has_tag(node, *_ARITHMETIC):
                 self.rewritten.append(node.name)
                 with self.graph.inserting_before(node):
                     node.args = tuple(self._on_length(arg) if arg in growing else arg for arg in node.args)

@@ -21,10 +21,6 @@ MAX_COVERED = 4200
 """The largest number of tokens in the synthetic conversation of a validation."""
 EXACT_LIMITS = {torch.int8: 128, torch.uint8: 256, torch.bfloat16: 256, torch.int16: 1 << 15, torch.float16: 2048}
 """The first integers beyond which narrow dtypes cannot represent the next one."""
-_ARITHMETIC = op_table.tagged("compares", "adds") | {
-    "floordiv", "floor_divide", "mod", "remainder", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum",
-    "where", "masked_fill",
-}  # fmt: skip
 
 
 def length_constants(graph: fx.Graph) -> list[int]:
@@ -46,7 +42,7 @@ def _numbers(node: fx.Node) -> Iterator[int]:
     if node.op not in ("call_function", "call_method") or not any(map(_counts, node.all_input_nodes)):
         return
     name = walk.target_name(node).strip("_")
-    if name in _ARITHMETIC:
+    if name in op_table.tagged("compares", "adds", "divides", "bounds", "selects"):
         yield from _integers((*node.args, *node.kwargs.values()))
     elif name == "narrow" or (name == "getitem" and not isinstance(node.args[1], int)):
         yield from _integers(node.args[1:])
