@@ -252,7 +252,7 @@ class _CacheSearch:
 
     def _grows_in_other_layout(self, node: fx.Node) -> bool:
         """Return whether a node concatenates an input and is returned: a cache in an unsupported layout."""
-        if operator_name(node) not in ("cat", "concat") or node not in self.outputs or cat_parts(node) is not None:
+        if operator_name(node) != "cat" or node not in self.outputs or cat_parts(node) is not None:
             return False
         first = node.all_input_nodes[0]
         return first.op == "placeholder" and is_tensor(first) and example_value(first).ndim >= 3
@@ -330,7 +330,7 @@ class _CacheSearch:
         """Return the output index of a grown cache and the number of tokens stored."""
         if (found := stored_output(grown, self.outputs)) is not None:
             return found
-        again = next((user for user in grown.users if operator_name(user) in ("cat", "concat")), None)
+        again = next((user for user in grown.users if operator_name(user) == "cat"), None)
         if again is None:
             raise CacheRefused("the grown cache is not returned by the graph")
         raise CacheRefused(

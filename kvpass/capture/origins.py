@@ -47,7 +47,7 @@ class CacheRefused(Exception):
 
 def cat_parts(node: fx.Node, along: int = 2) -> tuple[fx.Node, fx.Node] | None:
     """Return the past and the new tokens of a concatenation that grows a cache along a dimension, or None."""
-    if operator_name(node) not in ("cat", "concat") or not is_tensor(node):
+    if operator_name(node) != "cat" or not is_tensor(node):
         return None
     args = op_table.named_arguments(node)
     tensors, dim = args["tensors"], args.get("dim", 0)

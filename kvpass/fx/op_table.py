@@ -27,8 +27,9 @@ _HOMES = (torch, operator, torch.nn.functional, fx_nodes.NEURAL, torch.special, 
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return the name of the torch operator that a node calls, or "" for any other node."""
-    return _known(node.op, node.target)
+    """Return the name of the torch operator that a node calls, in one spelling, or "" for any other node."""
+    name = _known(node.op, node.target)
+    return _SPELLINGS.get(name, name)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -44,21 +45,17 @@ def _known(op: str, target: Any) -> str:
 
 _TABLE = {
     "pointwise": (
-        "truediv div divide true_divide fmod neg negative pos abs absolute sign square pow exp exp2 expm1 log log2 "
-        "log10 log1p sqrt rsqrt reciprocal sin cos tan tanh sigmoid relu silu gelu softplus erf logical_and logical_or "
-        "logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not and_ or_ xor inv invert __and__ __or__ "
-        "__xor__ __invert__ isnan isinf isfinite floor ceil round trunc nan_to_num lerp addcmul mul_ div_ "
-        "masked_fill_ clamp_ __rmul__ bitwise_left_shift bitwise_right_shift lshift rshift atan2 logit fill_ polar "
-        "complex short bool"
+        "div fmod neg pos abs sign square pow exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan "
+        "tanh sigmoid relu silu gelu softplus erf logical_and logical_or logical_xor logical_not bitwise_and "
+        "bitwise_or bitwise_xor bitwise_not isnan isinf isfinite floor ceil round trunc nan_to_num lerp addcmul "
+        "bitwise_left_shift bitwise_right_shift atan2 logit fill_ polar complex short bool"
     ),
-    "pointwise multiplies": "mul multiply",
-    "pointwise divides": "floordiv floor_divide mod remainder",
-    "pointwise bounds": "clamp clamp_min clamp_max clip maximum minimum",
+    "pointwise multiplies": "mul",
+    "pointwise divides": "floor_divide remainder",
+    "pointwise bounds": "clamp clamp_min clamp_max maximum minimum",
     "pointwise selects": "where masked_fill",
-    "pointwise adds": "add sub subtract rsub add_ sub_ __radd__ __rsub__",
-    "pointwise adds augments": "iadd isub",
-    "pointwise augments": "imul itruediv iand ior ixor",
-    "pointwise compares": "eq ne lt le gt ge greater less",
+    "pointwise adds": "add sub rsub",
+    "pointwise compares": "eq ne lt le gt ge",
     "pointwise keeps casts view": "to float double half bfloat16 type type_as",
     "pointwise keeps view": "contiguous detach",
     "pointwise keeps": "clone",
@@ -91,10 +88,10 @@ _TABLE = {
     "looks_up": "index_select gather take_along_dim",
     "contracts batched": "matmul bmm baddbmm",
     "contracts": "mm einsum",
-    "joins": "cat concat stack",
+    "joins": "cat stack",
     "creates fills": "zeros ones full new_zeros new_ones new_full",
     "creates": "empty new_empty empty_like",
-    "augments": "setitem",
+    "augments": "setitem iadd isub imul itruediv iand ior ixor",
 }
 """The operators, by their tags.
 
@@ -119,6 +116,18 @@ _TABLE = {
 """
 
 
+_OTHER_SPELLINGS = {
+    "add": "iadd add_ __radd__", "sub": "subtract isub sub_", "rsub": "__rsub__", "mul": "multiply imul mul_ __rmul__",
+    "div": "divide true_divide truediv itruediv div_", "floor_divide": "floordiv floor_divide_",
+    "remainder": "mod remainder_", "neg": "negative", "abs": "absolute", "clamp": "clip clamp_", "lt": "less",
+    "gt": "greater", "masked_fill": "masked_fill_", "bitwise_and": "and_ iand __and__", "bitwise_or": "or_ ior __or__",
+    "bitwise_xor": "xor ixor __xor__", "bitwise_not": "inv invert __invert__", "bitwise_left_shift": "lshift",
+    "bitwise_right_shift": "rshift", "cat": "concat concatenate",
+}  # fmt: skip
+"""Other names of operators that compute the same; some also write in place, see `kvpass.fx.alias`."""
+_SPELLINGS = {spelling: name for name, others in _OTHER_SPELLINGS.items() for spelling in others.split()}
+
+
 @functools.cache
 def tagged(*tags: str) -> frozenset[str]:
     """Return the names of the operators with any of some tags."""
@@ -136,8 +145,8 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("norm", "linalg_vector_norm"), ("input", "p", "dim", "keepdim")),
     **dict.fromkeys(("std", "var"), ("input", "dim", "unbiased", "keepdim")),
     "count_nonzero": ("input", "dim"),
-    **dict.fromkeys(("masked_fill", "masked_fill_"), ("input", "mask", "value")),
-    **dict.fromkeys(("clamp", "clamp_", "clip"), ("input", "min", "max")),
+    "masked_fill": ("input", "mask", "value"),
+    "clamp": ("input", "min", "max"),
     **dict.fromkeys(tagged("joins"), ("tensors", "dim")),
     **dict.fromkeys(("layer_norm", "rms_norm"), ("input", "normalized_shape")),
     "normalize": ("input", "p", "dim", "eps"),
@@ -160,7 +169,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
 }
 
 
-_ALL_LEAD = ("masked_fill", "clamp", "clip", "where", "baddbmm")
+_ALL_LEAD = ("masked_fill", "clamp", "where", "baddbmm")
 _LEADING: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(tagged("moves", "reduces", "along", "keeps", "features") | {"dropout"}, ("input",)),
     **dict.fromkeys(tagged("pointwise") | {"max", "min", "matmul"}, ("input", "other")),

@@ -43,7 +43,7 @@ class SectionInterpreter(fx.Interpreter):
         if n.target is operator.getitem and _slices_last(args):
             start, stop, _ = args[1][-1].indices(args[0].width)
             return args[0].slice(start, stop)
-        if name in ("cat", "concat") and _along_last(args, kwargs):
+        if name == "cat" and _along_last(args, kwargs):
             return Sections(tuple(section for whole in args[0] for section in _sections(whole).tensors))
         if name in ("chunk", "split") and _along_last(args, kwargs):
             return _divide_sections(args[0], args[1], name == "chunk")
@@ -61,7 +61,7 @@ class PaddedSections(fx.Interpreter):
     """
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function" or op_table.operator_name(n) not in ("cat", "concat"):
+        if n.op != "call_function" or op_table.operator_name(n) != "cat":
             return super().run_node(n)
         (sections, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
         dim = kwargs.get("dim", rest[0] if rest else 0) % sections[0].ndim

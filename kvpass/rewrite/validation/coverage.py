@@ -41,7 +41,7 @@ def smallest_table(graph: fx.Graph) -> int:
 def _numbers(node: fx.Node) -> Iterator[int]:
     if node.op not in ("call_function", "call_method") or not any(map(_counts, node.all_input_nodes)):
         return
-    name = walk.target_name(node).strip("_")
+    name = op_table.operator_name(node)
     if name in op_table.tagged("compares", "adds", "divides", "bounds", "selects"):
         yield from _integers((*node.args, *node.kwargs.values()))
     elif name == "narrow" or (name == "getitem" and not isinstance(node.args[1], int)):
