@@ -95,9 +95,9 @@ class ColumnMask:
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], key_features: list[Tensor]
     ) -> Tensor:
         mask = tensors[0]  # [B or 1, Hq or 1, q, S]
-        rows, groups, _ = index.shape
+        rows, index_heads, _ = index.shape
         mask = by_group(mask.expand(rows, -1, self.query_len, -1), heads)  # [B, h, g, q, S]
-        mask = mask.expand(-1, max(mask.shape[1], groups), -1, -1, -1)
+        mask = mask.expand(-1, max(mask.shape[1], index_heads), -1, -1, -1)
         columns = index.clamp(0, mask.shape[-1] - 1).expand(-1, mask.shape[1], -1)[:, :, None, None]
         return mask.gather(-1, columns.expand(-1, -1, mask.shape[2], self.query_len, -1))
 
