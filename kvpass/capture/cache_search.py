@@ -356,9 +356,7 @@ def _by_head(computed: fx.Node) -> fx.Node:
 
 def _adds_dimensions(node: fx.Node) -> bool:
     """Return whether a node is a subscript such as x[:, :, None] that adds dimensions before the last two."""
-    if operator_name(node) != "getitem" or not products.same_last_two(node):
-        return False
-    return all(part is None or op_table.keeps_whole_dimension(part) for part in op_table.subscript(node))
+    return operator_name(node) == "getitem" and products.same_last_two(node) and op_table.takes_all(node)
 
 
 def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:

@@ -339,6 +339,13 @@ _TAKE_SIZES = tagged("reshapes", "expands", "creates") - tagged("pointwise") | {
 """The operators whose numbers are all sizes or dimensions."""
 
 
+def takes_all(node: fx.Node) -> bool:
+    """Return whether a node, if it is an index, takes every element."""
+    if operator_name(node) != "getitem":
+        return True
+    return all(part is None or keeps_whole_dimension(part) for part in subscript(node))
+
+
 def keeps_whole_dimension(part: Any) -> bool:
     """Return whether a part of a subscript keeps a whole dimension."""
     return part is Ellipsis or (isinstance(part, slice) and part == slice(None))

@@ -171,7 +171,7 @@ def _is_no_state(step: StepContext, node: fx.Node) -> bool:
     argument = step.argument_of.get(node)
     if argument is None:
         return node.op not in ("placeholder", "get_attr")
-    if isinstance(argument, Tensor) and (argument.is_floating_point() or argument.is_complex()):
+    if isinstance(argument, Tensor) and walk.is_inexact(argument):
         return dynamo.is_of_module(node) and not isinstance(argument, torch.nn.Parameter)
     return True
 

@@ -77,8 +77,7 @@ def _narrow(node: fx.Node) -> Iterator[int]:
     example = example_value(node)
     if not isinstance(example, Tensor) or example.dtype not in EXACT_LIMITS:
         return
-    parents = [example_value(parent) for parent in node.all_input_nodes]
-    integers = [x for x in parents if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]
+    integers = any(walk.has_integers(example_value(parent)) for parent in node.all_input_nodes)
     if integers or walk.target_name(node) in op_table.tagged("counts"):
         yield EXACT_LIMITS[example.dtype]
 
