@@ -15,7 +15,7 @@ import torch.fx as fx
 from kvpass import policies, versions
 from kvpass.arguments import Natural, check_arguments, require
 from kvpass.cache.handle import DetachedRow, Handle, refuse_row_operation
-from kvpass.capture import decomposed_attention, origins, rotary
+from kvpass.capture import cross_attention, decomposed_attention, rotary
 from kvpass.capture.cache_search import SearchResult
 from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture, capture
@@ -152,7 +152,7 @@ class Backend(BackendBase):
         self.recorder.graphs.append("prompt" if captured.sites and not is_step else "step" if is_step else "no cache")
         for result in captured.search_results:
             outcome = "rewritten" if result.cached_call else "refused" if result.refusal else "left alone"
-            other = origins.DOES_NOT_GROW if result.cross_cache else "it updates no cache"
+            other = cross_attention.DOES_NOT_GROW if result.cross_cache else "it updates no cache"
             reason = result.refusal or ("" if result.cached_call else other)
             where = (len(self.recorder.graphs), walk.module_of(result.node), walk.source_line(result.node))
             self.recorder.sites.append(AttentionReport(*where, outcome, reason))

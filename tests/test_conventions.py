@@ -127,6 +127,19 @@ def test_errors_in_docstrings_exist() -> None:
     assert found == []
 
 
+def test_values_of_nodes_are_recorded_in_one_place() -> None:
+    """`kvpass.fx.splicing.with_value` records them; the private names of torch lie below it."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, tree in _package().items()
+        if path.parent.name not in ("fx", "torch_private")
+        for node in ast.walk(tree)
+        for named in [*getattr(node, "targets", []), *getattr(node, "keywords", [])]
+        if re.search(r"\bexample_value['\"]?(\]$|=)", ast.unparse(named))
+    ]
+    assert found == []
+
+
 class _Names:
     """Names of the package's modules, to look up names that docstrings quote."""
 

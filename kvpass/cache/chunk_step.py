@@ -15,6 +15,7 @@ from kvpass.cache.layout import Layout
 from kvpass.cache.slots import Slots
 from kvpass.cache.step import add_biases, log_sum_exp, logit_bias, stored_vectors, with_logit_scale, with_mask
 from kvpass.lowering.attend import attend, by_kernel
+from kvpass.lowering.attention_blocks import by_group
 from kvpass.lowering.attention_statistics import StatisticsOperands, fuses_attention, statistics
 from kvpass.lowering.formats import Sections, plain
 
@@ -86,7 +87,7 @@ def _attend_chunk(
     grouped = torch.unflatten(query, 1, (heads, -1))
     if _by_library(call) and not by_kernel(grouped):
         return _library_attention(call.scale, grouped, keys, values, mask), None
-    heads_mask = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
+    heads_mask = by_group(mask, heads)
     allowed, bias = (heads_mask, None) if heads_mask.dtype == torch.bool else (heads_mask != -torch.inf, heads_mask)
     options: dict[str, Any] = dict(scale=call.scale, cap=call.cap, sink_logit=call.sink_logits(heads))
     options |= dict(mask=allowed, bias=bias, with_logits=call.lse)

@@ -55,8 +55,8 @@ class Slots:
     @torch.inference_mode(False)  # steps outside of inference mode also write to them
     def empty(layout: Layout) -> Slots:
         """Return slots without tokens."""
-        rows, groups, capacity = layout.batch, layout.metadata_heads, layout.capacity
-        meta = (rows, groups, capacity)
+        rows, heads, capacity = layout.batch, layout.metadata_heads, layout.capacity
+        meta = (rows, heads, capacity)
 
         def integers(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=layout.device)
@@ -66,7 +66,7 @@ class Slots:
             value=EncodedVectors.empty(layout.value_format, (rows, layout.heads, capacity), layout.device),
             position=integers(*meta, fill=FREE),
             index=integers(*meta, fill=FREE),
-            free=integers(rows, groups),
+            free=integers(rows, heads),
             seen=integers(rows),
             length=integers(rows),
             rank=integers(*meta),

@@ -16,7 +16,7 @@ from kvpass.cache.layout import Layout
 from kvpass.cache.slots import FREE, READ_ONLY_STATE, Slots, row_indices
 from kvpass.fx.precision import FILLED, upcast
 from kvpass.lowering.attend import LOWEST, Rope, RotateKeys, UnknownQueries, attend, capped, query_key_logits
-from kvpass.lowering.attention_statistics import regrouped
+from kvpass.lowering.attention_blocks import regrouped
 from kvpass.lowering.formats import EncodedVectors, plain
 from kvpass.policies.base import Policy
 from kvpass.policies.ranking import INT64_MAX, rank_of

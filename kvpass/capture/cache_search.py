@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.capture import decomposed_attention, origins, products, sparse_index
+from kvpass.capture import cross_attention, decomposed_attention, origins, products, sparse_index, unread_caches
+from kvpass.capture.cross_attention import OutsideKeys
 from kvpass.capture.decomposed_attention import AttentionCall
-from kvpass.capture.origins import CacheRefused, Origin, OutsideKeys, cat_parts, origin_of
+from kvpass.capture.origins import CacheRefused, Origin, cat_parts, origin_of
 from kvpass.fx import alias, op_table, walk
 from kvpass.fx.alias import AliasSets
 from kvpass.fx.op_table import has_tag, operator_name
@@ -116,12 +117,12 @@ class _CacheSearch:
         return [each.cached_call for each in self.search_results if each.cached_call]
 
     def run(self) -> list[SearchResult]:
-        queries = origins.queries_of(self.calls, self.alias_sets)
+        queries = cross_attention.queries_of(self.calls, self.alias_sets)
         for call in self.calls:
             self.search_results.append(self._read_cross_attention(call, queries) or self._examine_call(call))
         self._refuse_unread_updates()
         if not any(each.refusal for each in self.search_results):
-            unread = origins.unread_caches(self.graph, self._known_outputs())
+            unread = unread_caches.unread_caches(self.graph, self._known_outputs())
             self.search_results += [SearchResult(node, refusal=reason) for node, reason in unread]
         self._refuse_mixed_caches()
         return self.search_results
@@ -180,7 +181,7 @@ class _CacheSearch:
         except CacheRefused:
             return None
         has_no_past = all(origin.past is None for origin in origins_of_call)
-        if has_no_past and origins.is_cross_attention(call, queries, self.alias_sets):
+        if has_no_past and cross_attention.is_cross_attention(call, queries, self.alias_sets):
             return SearchResult(call.node, cross_cache=tuple(origin.grown for origin in origins_of_call))
         return None
 
@@ -201,9 +202,9 @@ class _CacheSearch:
         except CacheRefused as reason:
             if on_cache or self._is_returned_rearranged(call):
                 return SearchResult(call.node, refusal=str(reason))
-            refusal = origins.refusal_of(call, self.results)
+            refusal = cross_attention.refusal_of(call, self.results)
             return SearchResult(
-                call.node, refusal=refusal, outside=() if refusal else tuple(origins.outside_keys(call))
+                call.node, refusal=refusal, outside=() if refusal else tuple(cross_attention.outside_keys(call))
             )
 
     def _other_updates(self, call: AttentionCall) -> list[fx.Node]:
@@ -228,7 +229,7 @@ class _CacheSearch:
             return []
 
         def is_update(node: fx.Node) -> bool:
-            return node in self.outputs and cat_parts(node) is None and origins.is_fixed_size_update(node)
+            return node in self.outputs and cat_parts(node) is None and unread_caches.is_fixed_size_update(node)
 
         sources = [origins.since_projection([attended], self.results) for attended in (call.key, call.value)]
         of_keys, of_values = ([*filter(is_update, nodes)] for nodes in sources)
@@ -251,7 +252,7 @@ class _CacheSearch:
 
     def _grows_in_other_layout(self, node: fx.Node) -> bool:
         """Return whether a node concatenates an input and is returned: a cache in an unsupported layout."""
-        if operator_name(node) not in ("cat", "concat") or node not in self.outputs or cat_parts(node) is not None:
+        if operator_name(node) != "cat" or node not in self.outputs or cat_parts(node) is not None:
             return False
         first = node.all_input_nodes[0]
         return first.op == "placeholder" and is_tensor(first) and example_value(first).ndim >= 3
@@ -329,7 +330,7 @@ class _CacheSearch:
         """Return the output index of a grown cache and the number of tokens stored."""
         if (found := stored_output(grown, self.outputs)) is not None:
             return found
-        again = next((user for user in grown.users if operator_name(user) in ("cat", "concat")), None)
+        again = next((user for user in grown.users if operator_name(user) == "cat"), None)
         if again is None:
             raise CacheRefused("the grown cache is not returned by the graph")
         raise CacheRefused(
@@ -355,9 +356,7 @@ def _by_head(computed: fx.Node) -> fx.Node:
 
 def _adds_dimensions(node: fx.Node) -> bool:
     """Return whether a node is a subscript such as x[:, :, None] that adds dimensions before the last two."""
-    if operator_name(node) != "getitem" or not products.same_last_two(node):
-        return False
-    return all(part is None or op_table.keeps_whole_dimension(part) for part in op_table.subscript(node))
+    return operator_name(node) == "getitem" and products.same_last_two(node) and op_table.takes_all(node)
 
 
 def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:

@@ -24,7 +24,7 @@ from kvpass.capture.cache_search import CachedAttentionCall, SearchResult
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, is_attention
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import Origin
-from kvpass.fx import alias, op_table, walk
+from kvpass.fx import alias, op_table, splicing, walk
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, example_value
 from kvpass.torch_private import fx_nodes
@@ -238,22 +238,19 @@ def _check_cached_pair(call: fx.Node, query: fx.Node, key: fx.Node, values: fx.N
 
 def _append(graph: fx.Graph, origin: Origin) -> fx.Node:
     """Insert the operator for a cache update; without a concatenation it replaces the new tokens themselves."""
-    new = _new_in_cache_dtype(graph, origin)
+    new = _new_in_cache_dtype(origin)
     with graph.inserting_after(origin.grown):
         node = graph.call_function(APPEND, (origin.past, new))
     _replace(origin.grown, node)
     return node
 
 
-def _new_in_cache_dtype(graph: fx.Graph, origin: Origin) -> fx.Node:
+def _new_in_cache_dtype(origin: Origin) -> fx.Node:
     """Return the new tokens in the dtype of the cache, to which the model's concatenation promotes them."""
     new, dtype = origin.new, example_value(origin.grown).dtype
     if example_value(new).dtype == dtype:
         return new
-    with graph.inserting_before(origin.grown):
-        promoted = graph.call_method("to", (new, dtype))
-    promoted.meta = {**origin.grown.meta, "example_value": example_value(new).to(dtype)}
-    return promoted
+    return splicing.emit_before(origin.grown, "to", new, dtype)
 
 
 def _attend(graph: fx.Graph, call: AttentionCall, attended: tuple[fx.Node, fx.Node]) -> fx.Node:
@@ -279,7 +276,8 @@ def _insert_log_sum_exp(graph: fx.Graph, call: AttentionCall, key: fx.Node) -> f
         result = node if recorded.ndim == 3 else graph.call_method("unsqueeze", (node, -1))
     _replace(call.lse, result)
     if result is not node:
-        node.meta.update(result.meta, example_value=recorded.squeeze(-1))
+        node.meta.update(result.meta)
+        splicing.with_value(node, recorded.squeeze(-1))
     return node
 
 

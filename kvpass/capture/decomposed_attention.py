@@ -197,12 +197,9 @@ class _DecompositionReader:
         if self._passes_through(node):
             return required_tensor(node.args[0])
         steps = {
-            "add": self._read_add, "iadd": self._read_add, "add_": self._read_add, "sub": self._read_sub,
-            "isub": self._read_sub, "sub_": self._read_sub, "mul": self._read_mul, "imul": self._read_mul,
-            "mul_": self._read_mul, "truediv": self._read_div, "div": self._read_div, "itruediv": self._read_div,
-            "div_": self._read_div, "tanh": self._read_tanh, "cat": self._read_cat, "concat": self._read_cat,
-            "masked_fill": self._read_masked_fill, "masked_fill_": self._read_masked_fill, "where": self._read_where,
-            "max": self._read_clamp, "maximum": self._read_clamp, "clamp": self._read_clamp, "clip": self._read_clamp,
+            "add": self._read_add, "sub": self._read_sub, "mul": self._read_mul, "div": self._read_div,
+            "tanh": self._read_tanh, "cat": self._read_cat, "masked_fill": self._read_masked_fill,
+            "where": self._read_where, "max": self._read_clamp, "maximum": self._read_clamp, "clamp": self._read_clamp,
             "clamp_min": self._read_clamp,
         }  # fmt: skip
         if name not in steps:

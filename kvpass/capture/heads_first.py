@@ -123,7 +123,7 @@ def transpose_caches(dynamo_gm: fx.GraphModule, names: Collection[str]) -> Heads
 
 def _transpose_input(past: fx.Node) -> fx.Node:
     """Exchange dimensions 1 and 2 of a placeholder; return the node that its users then read."""
-    past.meta["example_value"] = tensors.propagate(torch.transpose, example_value(past), 1, 2)
+    splicing.with_value(past, tensors.propagate(torch.transpose, example_value(past), 1, 2))
     first = next(node for node in past.graph.nodes if node.op != "placeholder")
     shown = splicing.emit_before(first, torch.transpose, past, 1, 2, like=next(iter(past.users)))
     _replace_uses(past, shown, shown)

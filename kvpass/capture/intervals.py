@@ -214,25 +214,14 @@ def _swap_operands(rule: Rule) -> Rule:
 
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(("add", "iadd", "add_", "__radd__"), _add),
-    **dict.fromkeys(("sub", "subtract", "isub", "sub_"), _subtract),
-    **dict.fromkeys(("rsub", "__rsub__"), _swap_operands(_subtract)),
-    **dict.fromkeys(("mul", "multiply", "imul", "mul_", "__rmul__"), _multiply),
-    **dict.fromkeys(("truediv", "div", "itruediv"), _divide),
-    **dict.fromkeys(("neg", "negative"), _negate),
-    **dict.fromkeys(("logical_not", "bitwise_not", "invert", "inv", "__invert__"), _not),
-    **dict.fromkeys(("logical_and", "bitwise_and", "and_", "iand", "__and__"), _and),
-    **dict.fromkeys(("logical_or", "bitwise_or", "or_", "ior", "__or__"), _or),
-    **dict.fromkeys(("masked_fill", "masked_fill_"), _fill),
-    **dict.fromkeys(("lt", "less"), _less),
-    **dict.fromkeys(("gt", "greater"), _swap_operands(_less)),
+    **dict.fromkeys(("logical_not", "bitwise_not"), _not),
+    **dict.fromkeys(("logical_and", "bitwise_and"), _and),
+    **dict.fromkeys(("logical_or", "bitwise_or"), _or),
     **dict.fromkeys(op_table.tagged("keeps", "keeps_integers") | {"bool"}, _cast),
-    **dict.fromkeys(("clamp", "clip", "clamp_min"), _clamp),
-    "where": _where,
-    "le": _less_or_equal,
-    "ge": _swap_operands(_less_or_equal),
-    "eq": _equal,
-    "ne": _unequal,
+    **dict.fromkeys(("clamp", "clamp_min"), _clamp),
+    "add": _add, "sub": _subtract, "rsub": _swap_operands(_subtract), "mul": _multiply, "div": _divide, "neg": _negate,
+    "where": _where, "masked_fill": _fill, "eq": _equal, "ne": _unequal, "lt": _less, "le": _less_or_equal,
+    "gt": _swap_operands(_less), "ge": _swap_operands(_less_or_equal),
     "minimum": lambda node, a, b: _apply_to_ends(min, a, b),
     "maximum": lambda node, a, b: _apply_to_ends(max, a, b),
-}
+}  # fmt: skip

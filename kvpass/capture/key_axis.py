@@ -41,7 +41,7 @@ def key_index_aranges(nodes: Iterable[fx.Node], sizes: SizeResolver, window: int
 def _adds_growing_size(node: fx.Node, sizes: SizeResolver) -> bool:
     """Return whether a node adds a size that grows with the cache."""
     growing = [arg for arg in node.args if walk.is_size(arg) and sizes.grows(arg)]
-    return bool(growing) and op_table.operator_name(node) in ("add", "iadd")
+    return bool(growing) and op_table.operator_name(node) == "add"
 
 
 def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: SizeResolver) -> dict[fx.Node, int]:
@@ -235,7 +235,7 @@ class KeyAxis:
         if op_table.has_tag(node, "moves", "keeps"):
             self.offsets[node] = offset
         others = [arg for arg in node.args if arg is not parents[0]]
-        if name in ("add", "iadd") and len(others) == 1 and not node.kwargs:
+        if name == "add" and len(others) == 1 and not node.kwargs:
             addend = self._length_of(others[0])
             if addend is not None:
                 self.offsets[node] = offset + addend

@@ -205,7 +205,7 @@ def _positions_of_query(query: fx.Node, key_positions: fx.Node) -> list[fx.Node]
 
 def strip_reshapes(node: fx.Node) -> fx.Node:
     """Return the node whose values a node has in another shape or dtype."""
-    return walk.chain(node, lambda n: has_tag(n, "moves", "keeps", "keeps_integers") and _takes_all(n))[-1]
+    return walk.chain(node, lambda n: has_tag(n, "moves", "keeps", "keeps_integers") and op_table.takes_all(n))[-1]
 
 
 def rotates_each_token_alone(rotary: Rotary, site: AttentionSite, alias_sets: alias.AliasSets) -> bool:
@@ -272,13 +272,6 @@ def _aligned_dim(node: fx.Node, parent: fx.Node, dim: int) -> int | None:
     return propagation.propagate_dim(node, parent, dim)
 
 
-def _takes_all(node: fx.Node) -> bool:
-    """Return whether a node, if it is an index, takes every element."""
-    if op_table.operator_name(node) != "getitem":
-        return True
-    return all(part is None or op_table.keeps_whole_dimension(part) for part in op_table.subscript(node))
-
-
 def _is_same_computation(one: object, other: object) -> bool:
     """Return whether two nodes, or arguments of nodes, are the same computation."""
     if isinstance(one, fx.Node) and isinstance(other, fx.Node) and one is not other:
@@ -303,7 +296,7 @@ def _is_shaped(node: fx.Node, shape: torch.Size) -> bool:
 
 
 def _is_integer(node: fx.Node) -> bool:
-    return is_tensor(node) and not walk.is_inexact(example_value(node)) and example_value(node).dtype != torch.bool
+    return walk.has_integers(example_value(node))
 
 
 def _converted_to_angles(among: set[fx.Node], rotated: fx.Node) -> list[fx.Node]:

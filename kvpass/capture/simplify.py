@@ -141,14 +141,9 @@ class _Broadcaster:
             raise _NotBroadcastable
         self.leaving[node] = inside, [size, *sizes]
         if level == 1:
-            self.results[node] = self._expand(node, *self.leaving.pop(node))
-
-    def _expand(self, node: fx.Node, inside: fx.Node, sizes: list[Any]) -> fx.Node:
-        """Expand a result to all levels, also those that no operand has."""
-        with self.graph.inserting_before(node):
-            expanded = self.graph.call_method("expand", (inside, *sizes))
-        expanded.meta.update(node.meta)
-        return expanded
+            inside, sizes = self.leaving.pop(node)
+            value = example_value(node)  # all levels, also those that no operand has
+            self.results[node] = splicing.emit_before(node, "expand", inside, *sizes, value=value)
 
     def _rewrite_scalar(self, node: fx.Node) -> None:
         """Rewrite an operation on scalars of the mapped axes."""
@@ -178,10 +173,8 @@ class _Broadcaster:
             raise _NotBroadcastable
         with self.graph.inserting_before(node):
             copy = self.graph.node_copy(node, lambda each: self.mapped.get(each, each))
-        copy.meta["example_value"] = propagation.SmallSizes([copy]).run(
-            copy, {each: example_value(each) for each in copy.all_input_nodes}
-        )
-        return copy
+        values = {each: example_value(each) for each in copy.all_input_nodes}
+        return splicing.with_value(copy, propagation.SmallSizes([copy]).run(copy, values))
 
 
 _LOOKUPS = (operator.getitem, torch.ops.aten.index, torch.ops.aten.index.Tensor)

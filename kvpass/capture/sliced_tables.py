@@ -75,8 +75,5 @@ def _count_entries(node: fx.Node, dim: int) -> fx.Node:
     """Add the positions of the entries that a slice takes, int64 [q], before its node."""
     part, table = op_table.subscript(node)[dim], example_value(walk.operand_of(node))
     bounds = (part.start, part.stop) if part.start else (part.stop,)
-    with node.graph.inserting_before(node):
-        counted = node.graph.call_function(torch.arange, bounds, {"device": table.device})
-    counted.meta["example_value"] = table.new_zeros((example_value(node).shape[dim],), dtype=torch.int64)
-    counted.meta["stack_trace"] = node.meta.get("stack_trace")
-    return counted
+    counted = table.new_zeros((example_value(node).shape[dim],), dtype=torch.int64)
+    return splicing.emit_before(node, torch.arange, *bounds, value=counted, device=table.device)

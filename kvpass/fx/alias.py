@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx.op_table import leaves, tagged
+from kvpass.fx.vmap_regions import MappedRegions
 from kvpass.fx.walk import example_value, reach, target_name
 from kvpass.torch_private import fx_nodes, tensors
 
@@ -165,7 +166,7 @@ def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
     alias_sets = AliasSets(graph)
     needed: set[fx.Node] = set()
     read: set[fx.Node] = set()
-    mapped = _MappedRegions()
+    mapped = MappedRegions()
     for node in reversed(graph.nodes):
         owner = alias_sets.root(node)
         stays = among is not None and node not in among
@@ -179,36 +180,6 @@ def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
     for node in reversed(list(graph.nodes)):
         if node not in needed and not node.users:
             graph.erase_node(node)
-
-
-class _MappedRegions:
-    """The calls that begin and end the regions of torch.vmap that a result needs.
-
-    No node uses the results of these calls, yet the calls inside a region fail without them.
-    """
-
-    def __init__(self) -> None:
-        self._ends: list[fx.Node] = []
-        self._used: list[bool] = []
-        self._any = False
-
-    def markers(self, node: fx.Node, needed: bool) -> list[fx.Node]:
-        """Return the region markers that are needed because of a node.
-
-        Callers pass all nodes of a graph in reverse order.
-        """
-        kind = fx_nodes.batching_kind(node)
-        if kind == "ends":
-            self._ends.append(node)
-            self._used.append(False)
-        elif kind == "begins" and self._ends:
-            end, used = self._ends.pop(), self._used.pop()
-            return [node, end] if used else []
-        elif kind == "prepares":
-            return [node] if self._any else []
-        elif kind == "maps" and needed:
-            self._any, self._used = True, [True] * len(self._used)
-        return []
 
 
 def may_alias(node: fx.Node, parent: fx.Node) -> bool:

@@ -27,8 +27,9 @@ _HOMES = (torch, operator, torch.nn.functional, fx_nodes.NEURAL, torch.special, 
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return the name of the torch operator that a node calls, or "" for any other node."""
-    return _known(node.op, node.target)
+    """Return the name of the torch operator that a node calls, in one spelling, or "" for any other node."""
+    name = _known(node.op, node.target)
+    return _SPELLINGS.get(name, name)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -44,18 +45,17 @@ def _known(op: str, target: Any) -> str:
 
 _TABLE = {
     "pointwise": (
-        "mul multiply truediv div divide true_divide floordiv floor_divide mod remainder fmod neg negative pos abs "
-        "absolute sign square pow exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan tanh sigmoid "
-        "relu silu gelu softplus erf clamp clamp_min clamp_max clip maximum minimum where masked_fill logical_and "
-        "logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not and_ or_ xor inv invert "
-        "__and__ __or__ __xor__ __invert__ isnan isinf isfinite floor ceil round trunc nan_to_num lerp addcmul mul_ "
-        "div_ masked_fill_ clamp_ __rmul__ bitwise_left_shift bitwise_right_shift lshift rshift atan2 logit fill_ "
-        "polar complex short bool"
+        "div fmod neg pos abs sign square pow exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan "
+        "tanh sigmoid relu silu gelu softplus erf logical_and logical_or logical_xor logical_not bitwise_and "
+        "bitwise_or bitwise_xor bitwise_not isnan isinf isfinite floor ceil round trunc nan_to_num lerp addcmul "
+        "bitwise_left_shift bitwise_right_shift atan2 logit fill_ polar complex short bool"
     ),
-    "pointwise adds": "add sub subtract rsub add_ sub_ __radd__ __rsub__",
-    "pointwise adds augments": "iadd isub",
-    "pointwise augments": "imul itruediv iand ior ixor",
-    "pointwise compares": "eq ne lt le gt ge greater less",
+    "pointwise multiplies": "mul",
+    "pointwise divides": "floor_divide remainder",
+    "pointwise bounds": "clamp clamp_min clamp_max maximum minimum",
+    "pointwise selects": "where masked_fill",
+    "pointwise adds": "add sub rsub",
+    "pointwise compares": "eq ne lt le gt ge",
     "pointwise keeps casts view": "to float double half bfloat16 type type_as",
     "pointwise keeps view": "contiguous detach",
     "pointwise keeps": "clone",
@@ -63,18 +63,21 @@ _TABLE = {
     "pointwise creates": "zeros_like ones_like full_like",
     "moves view reshapes": "view reshape flatten unflatten unsqueeze squeeze",
     "moves view transposes": "transpose permute t",
-    "moves view expands": "expand expand_as broadcast_to",
+    "moves view expands": "expand broadcast_to",
+    "moves view expands like": "expand_as",
+    "moves view like": "view_as",
     "moves view looks_up": "getitem",
     "moves view": (
-        "view_as movedim moveaxis swapaxes swapdims select narrow chunk split tensor_split unbind diagonal adjoint "
-        "ravel"
+        "movedim moveaxis swapaxes swapdims select narrow chunk split tensor_split unbind diagonal adjoint ravel"
     ),
     "moves": "repeat tile repeat_interleave flip",
     "reduces": (
         "sum mean prod amax amin any all argmax argmin max min logsumexp count_nonzero std var median nansum norm "
         "linalg_vector_norm"
     ),
-    "along": "softmax log_softmax cumprod cummax cummin logcumsumexp sort argsort normalize",
+    "along mixes": "softmax",
+    "mixes": "scaled_dot_product_attention topk scatter",
+    "along": "log_softmax cumprod cummax cummin logcumsumexp sort argsort normalize",
     "along counts": "cumsum",
     "counts": "arange",
     "features projects": "linear",
@@ -85,30 +88,44 @@ _TABLE = {
     "looks_up": "index_select gather take_along_dim",
     "contracts batched": "matmul bmm baddbmm",
     "contracts": "mm einsum",
-    "joins": "cat concat stack",
+    "joins": "cat stack",
     "creates fills": "zeros ones full new_zeros new_ones new_full",
     "creates": "empty new_empty empty_like",
-    "augments": "setitem",
+    "augments": "setitem iadd isub imul itruediv iand ior ixor",
 }
 """The operators, by their tags.
 
 - *pointwise*: computes each element from the operands' elements at the same index, with broadcasting.  `max` and `min`
-  of two tensors do so too.  *adds*, *compares*: adds or subtracts, compares.
+  of two tensors do so too.  *adds*, *multiplies*, *divides*, *compares*, *bounds*, *selects*: which of these it does;
+  division rounds to integers.
 - *keeps*: returns its operand's values, perhaps in another dtype; *casts*: to change the dtype.  *keeps_integers*:
   returns the values of an operand of integers.
 - *moves*: elements change position and keep their values, independently of any tensor's content.  The table has no rule
   for these: the operation runs on a tensor of coordinates, and the result shows the new axis of each slice.
   *reshapes*: splits and joins adjacent dimensions.  *transposes*: changes their order.  *expands*: repeats a dimension.
+  *like*: in the shape of the second operand.
 - *view*: the result may share memory with the first operand; `int`, `long`, `short` and `bool`, which share it where
   they change no dtype, count as copies.  *augments*: an operator of Python that writes to its
   first operand, as all methods do whose names end with an underscore.
 - *reduces*, *along*: works along given dimensions, which a reduction may drop; other dimensions are independent.
 - *features*: mixes the last dimension, or the last few; other dimensions are independent.  *normalizes*: makes a norm.
 - *projects*: computes states by a weight or a table.  *contracts*: sums products of two tensors; *batched*: over the
-  last dimension of one and the second to last of the other, independently of all others.
+  last dimension of one and the second to last of the other, independently of all others.  *mixes*: attends or selects.
 - *looks_up*: an index picks elements; see `lookup`.  *counts*: counts, as positions are.
 - *joins*: several tensors in one.  *creates*: a tensor without content, or that a number *fills*.
 """
+
+
+_OTHER_SPELLINGS = {
+    "add": "iadd add_ __radd__", "sub": "subtract isub sub_", "rsub": "__rsub__", "mul": "multiply imul mul_ __rmul__",
+    "div": "divide true_divide truediv itruediv div_", "floor_divide": "floordiv floor_divide_",
+    "remainder": "mod remainder_", "neg": "negative", "abs": "absolute", "clamp": "clip clamp_", "lt": "less",
+    "gt": "greater", "masked_fill": "masked_fill_", "bitwise_and": "and_ iand __and__", "bitwise_or": "or_ ior __or__",
+    "bitwise_xor": "xor ixor __xor__", "bitwise_not": "inv invert __invert__", "bitwise_left_shift": "lshift",
+    "bitwise_right_shift": "rshift", "cat": "concat concatenate",
+}  # fmt: skip
+"""Other names of operators that compute the same; some also write in place, see `kvpass.fx.alias`."""
+_SPELLINGS = {spelling: name for name, others in _OTHER_SPELLINGS.items() for spelling in others.split()}
 
 
 @functools.cache
@@ -128,8 +145,8 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("norm", "linalg_vector_norm"), ("input", "p", "dim", "keepdim")),
     **dict.fromkeys(("std", "var"), ("input", "dim", "unbiased", "keepdim")),
     "count_nonzero": ("input", "dim"),
-    **dict.fromkeys(("masked_fill", "masked_fill_"), ("input", "mask", "value")),
-    **dict.fromkeys(("clamp", "clamp_", "clip"), ("input", "min", "max")),
+    "masked_fill": ("input", "mask", "value"),
+    "clamp": ("input", "min", "max"),
     **dict.fromkeys(tagged("joins"), ("tensors", "dim")),
     **dict.fromkeys(("layer_norm", "rms_norm"), ("input", "normalized_shape")),
     "normalize": ("input", "p", "dim", "eps"),
@@ -152,7 +169,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
 }
 
 
-_ALL_LEAD = ("masked_fill", "clamp", "clip", "where", "baddbmm")
+_ALL_LEAD = ("masked_fill", "clamp", "where", "baddbmm")
 _LEADING: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(tagged("moves", "reduces", "along", "keeps", "features") | {"dropout"}, ("input",)),
     **dict.fromkeys(tagged("pointwise") | {"max", "min", "matmul"}, ("input", "other")),
@@ -320,6 +337,13 @@ def uses_only_as_size(node: fx.Node, size: fx.Node) -> bool:
 
 _TAKE_SIZES = tagged("reshapes", "expands", "creates") - tagged("pointwise") | {"repeat", "split"}
 """The operators whose numbers are all sizes or dimensions."""
+
+
+def takes_all(node: fx.Node) -> bool:
+    """Return whether a node, if it is an index, takes every element."""
+    if operator_name(node) != "getitem":
+        return True
+    return all(part is None or keeps_whole_dimension(part) for part in subscript(node))
 
 
 def keeps_whole_dimension(part: Any) -> bool:

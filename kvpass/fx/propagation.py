@@ -33,8 +33,6 @@ from kvpass.fx.shapes import expr, number
 from kvpass.fx.walk import example_value, is_size, is_tensor, operand_of
 from kvpass.torch_private import tensors
 
-_LIKE = frozenset({"expand_as", "view_as"})  # the second operand gives only its shape
-
 
 def propagate_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     """Return the result's dimension whose slice k is computed from slice k of the operand's `dim`, or None.
@@ -77,7 +75,7 @@ def _align_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 
 def _depends_on_content(node: fx.Node) -> bool:
     """Return whether the positions of elements in the result depend on a tensor's content."""
-    if operator_name(node) in _LIKE:
+    if has_tag(node, "like"):
         return False
     return any(is_tensor(leaf) for leaf in leaves((node.args[1:], *node.kwargs.values())))
 
@@ -223,7 +221,7 @@ class SmallSizes:
                 return operands[argument]
             if is_size(argument):
                 return number(argument, self._known)
-            if operator_name(node) in _LIKE:
+            if has_tag(node, "like"):
                 return torch.empty(()).expand(self.shape(argument))
             raise TypeError(f"{argument} is not a size")
 

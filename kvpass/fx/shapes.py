@@ -52,7 +52,7 @@ def guards(graph: fx.Graph) -> list[sympy.Expr]:
     return symbolic_shapes.guard_expressions(*map(example_value, placeholders(graph)))
 
 
-def pairs(node: fx.Node, argument: Any) -> list[tuple[Any, int]]:
+def sizes_with_values(node: fx.Node, argument: Any) -> list[tuple[Any, int]]:
     """Return the sizes in a placeholder's value, each with its number in an argument of a call."""
     if is_tensor(node):
         return [*zip(example_value(node).shape, argument.shape, strict=True)]
@@ -62,7 +62,7 @@ def pairs(node: fx.Node, argument: Any) -> list[tuple[Any, int]]:
 def measure_symbols(graph: fx.Graph, arguments: Sequence[Any]) -> dict[Any, int]:
     """Return the values of a graph's symbols that are arguments or sizes of arguments."""
     each = zip(placeholders(graph), arguments, strict=True)
-    found = {expr(size): int(count) for node, argument in each for size, count in pairs(node, argument)}
+    found = {expr(size): int(count) for node, argument in each for size, count in sizes_with_values(node, argument)}
     return {symbol: count for symbol, count in found.items() if symbol.is_Symbol}
 
 

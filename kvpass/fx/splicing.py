@@ -25,7 +25,7 @@ def release_example_data(graph: fx.Graph) -> None:
         example = example_value(node)
         if isinstance(example, torch.Tensor) and not tensors.is_fake(example):
             shape, strides = example.shape, example.stride()
-            node.meta["example_value"] = torch.empty_strided(shape, strides, dtype=example.dtype, device="meta")
+            with_value(node, torch.empty_strided(shape, strides, dtype=example.dtype, device="meta"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,25 +138,32 @@ def splice(
                 setattr(gm, name, getattr(traced, node.target))
                 env[node] = gm.graph.create_node("get_attr", name)  # `get_attr` would require a buffer of this name
             elif node.op not in ("placeholder", "output"):
-                env[node] = gm.graph.node_copy(node, lambda parent: env[parent])
-                env[node].meta["example_value"] = node.meta.get("val")
+                env[node] = with_value(gm.graph.node_copy(node, lambda parent: env[parent]), node.meta.get("val"))
     returned = traced.graph.output_node().args[0]
     return list(map_arg(returned if isinstance(returned, (list, tuple)) else [returned], lambda node: env[node]))
 
 
-def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    """Add a call of a function, or of a method by its name, with the value of its result."""
-    if isinstance(target, str):
-        node, function = graph.call_method(target, args), lambda x, *others: getattr(x, target)(*others)
-    else:
-        node, function = graph.call_function(target, args), target
-    node.meta["example_value"] = tensors.propagate(function, *map_arg(args, example_value))
+def with_value(node: fx.Node, value: Any) -> fx.Node:
+    """Record the fake tensor or size that stands for a node's result; return the node."""
+    node.meta["example_value"] = value
     return node
 
 
-def emit_before(node: fx.Node, target: Any, *args: Any, like: fx.Node | None = None) -> fx.Node:
+def emit(graph: fx.Graph, target: Any, *args: Any, value: Any = None, **kwargs: Any) -> fx.Node:
+    """Add a call of a function, or of a method by its name, and record its value or compute it."""
+    function = target
+    if isinstance(target, str):
+        node, function = graph.call_method(target, args, kwargs), lambda x, *others: getattr(x, target)(*others)
+    else:
+        node = graph.call_function(target, args, kwargs)
+    return with_value(node, tensors.propagate(function, *map_arg(args, example_value)) if value is None else value)
+
+
+def emit_before(
+    node: fx.Node, target: Any, *args: Any, like: fx.Node | None = None, value: Any = None, **kwargs: Any
+) -> fx.Node:
     """Add a call before a node, with the source line and module of that node, or of another node."""
     with node.graph.inserting_before(node):
-        emitted = emit(node.graph, target, *args)
+        emitted = emit(node.graph, target, *args, value=value, **kwargs)
     emitted.meta = {**(like or node).meta, **emitted.meta}
     return emitted

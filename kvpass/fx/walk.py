@@ -41,6 +41,11 @@ def is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def has_integers(value: object) -> bool:
+    """Return whether a value is a tensor of integers, and not of bools."""
+    return isinstance(value, Tensor) and not is_inexact(value) and value.dtype != torch.bool
+
+
 def is_size(node: object) -> TypeGuard[fx.Node]:
     """Return whether a node stands for a size and not for a tensor."""
     recorded = example_value(node) if isinstance(node, fx.Node) else None

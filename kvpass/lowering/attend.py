@@ -67,7 +67,7 @@ class Rope:
     rank: Tensor | None = None
 
 
-def pairs_of(matrix: Tensor) -> RotaryPairs | None:
+def rotary_pairs(matrix: Tensor) -> RotaryPairs | None:
     """Return the pairs that an embedding matrix [D, D] (from, to) mixes, or None if kernels do not support them."""
     index = torch.arange(len(matrix), device=matrix.device)
     mixed = ((matrix != 0) & (index != index[:, None])).any(0)

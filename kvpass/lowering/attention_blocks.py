@@ -185,6 +185,15 @@ def by_group(x: Tensor, heads: int) -> Tensor:
     return torch.unflatten(x, 1, (heads, -1)) if x.shape[1] > 1 else x[:, :, None]
 
 
+def regrouped(x: Tensor, heads: int) -> Tensor:
+    """Reshape [B, Hkv, G, ...] to [B, heads, Hkv * G / heads, ...]."""
+    return x if heads == x.shape[1] else torch.unflatten(x.flatten(1, 2), 1, (heads, -1))
+
+
+def with_dense_last_dim(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def zeros(attention: AttentionInputs) -> Tensor:
     """Return float32 zeros [B, Hkv, G, S]."""
     (batch, heads, keys), query = attention.key.shape[:3], attention.query

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.lowering import attention_sums, attention_tiles
-from kvpass.lowering.attention_blocks import AttentionInputs
+from kvpass.lowering.attention_blocks import AttentionInputs, regrouped
 from kvpass.lowering.attention_sums import highest_probs, late_statistics, votes_for_older
 from kvpass.policies import to_json
 from kvpass.policies.base import Policy
@@ -229,11 +229,6 @@ def _scanned(
         results.append(policy.scan(in_float32, valid[row : row + 1], cached_columns, slots[row], sharding))
         collections.deque(in_float32, maxlen=0)  # blocks that are not read are not computed, the output included
     return torch.cat(results)
-
-
-def regrouped(x: Tensor, heads: int) -> Tensor:
-    """Reshape [B, Hkv, G, ...] to [B, heads, Hkv * G / heads, ...]."""
-    return x if heads == x.shape[1] else torch.unflatten(x.flatten(1, 2), 1, (heads, -1))
 
 
 def statistics_of(policy: Policy) -> tuple[Statistic, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass.lowering import attention_blocks, attention_tiles
 from kvpass.lowering.attend import LOWEST
-from kvpass.lowering.attention_blocks import AttentionInputs, blocks, zeros
+from kvpass.lowering.attention_blocks import AttentionInputs, blocks, regrouped, zeros
 from kvpass.torch_private.operators import attend_with_lse
 
 SCAN_BLOCK = 4 * attention_blocks.BLOCK
@@ -191,8 +191,7 @@ def votes_for_older(attention: AttentionInputs, valid: Tensor, window: int, head
         for block in blocks(piece):
             logits = block.logits
             if heads is not None:
-                grouped = torch.unflatten(logits.flatten(1, 2), 1, (heads, -1)) if regroups else logits
-                logits = grouped.amax(2, keepdim=True)
+                logits = (regrouped(logits, heads) if regroups else logits).amax(2, keepdim=True)
             probs = torch.where(is_older, logits.clamp(min=LOWEST), -torch.inf).softmax(-1)
             probs = torch.where(is_older, probs, 0) * real[rows, None, None, block.queries, None]  # NaN if none is
             votes[rows, slice(None) if regroups else kv_heads] += probs.sum(-2)

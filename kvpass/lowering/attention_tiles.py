@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering.attend import broadcast_strides
-from kvpass.lowering.attention_blocks import AttentionInputs, by_group
+from kvpass.lowering.attention_blocks import AttentionInputs, by_group, with_dense_last_dim
 from kvpass.torch_private import generated_code, inductor, tensors
 
 QUERIES, KEYS = 64, 128  # of a tile, whose logits take 32 KB
@@ -123,8 +123,8 @@ class TiledAttention:
         (batch, q_heads, queries, dim), (heads, keys) = query.shape, key.shape[1:3]
         shape = batch, heads, q_heads // heads, queries, keys
         assert mask is None or mask.shape[-1] == keys
-        query, key = (_with_dense_last_dim(x.to(dtype)) for x in (query, key))
-        mask = None if mask is None else _with_dense_last_dim(by_group(mask, heads))
+        query, key = (with_dense_last_dim(x.to(dtype)) for x in (query, key))
+        mask = None if mask is None else with_dense_last_dim(by_group(mask, heads))
         mask = mask if mask is None or mask.dtype in MASKS else mask.float()
         sink = None if sink_logit is None else by_group(sink_logit.float(), heads)[..., 0]
         known = None if log_sum_exp is None else log_sum_exp.float()
@@ -206,7 +206,7 @@ class TiledAttention:
     def _attended(self, value: Tensor, weight: Tensor | None = None, powers: int = 0) -> TiledResults:
         """Lay out keys and values, and return memory for results; for the arguments see `attend`."""
         (batch, heads, groups, count, keys), dim = self.shape, value.shape[3]
-        values = _with_dense_last_dim(value.to(self.dtype))
+        values = with_dense_last_dim(value.to(self.dtype))
         packed = _memory_for_blocks(values)
         output = values.new_empty(batch, count, heads * groups, dim).transpose(1, 2)
         log_sum_exp = values.new_empty(batch, heads * groups, count, dtype=torch.float32)
@@ -352,10 +352,6 @@ def _memory_for_blocks(x: Tensor) -> Tensor:
     """Return memory for vectors [B, Hkv, S, D] as right operands of products."""
     batch, heads, keys, dim = x.shape
     return x.new_empty(batch * heads * -(-keys // KEYS) * KEYS * dim)
-
-
-def _with_dense_last_dim(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _address(x: Tensor | None) -> int | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvpass.lowering.attend import broadcast_strides
 from kvpass.lowering.attend_kernel import LOG2_E, LOWEST
-from kvpass.lowering.attention_blocks import AttentionInputs
+from kvpass.lowering.attention_blocks import AttentionInputs, with_dense_last_dim
 
 TILE = 8 << 10  # numbers of queries, and of keys, that a program holds at a time
 TILE_OF_FLOATS = 2 << 10  # the same in float32, whose products use no tensor cores and many registers
@@ -236,7 +236,7 @@ def column_sums_by_kernel(attention: AttentionInputs, weight: Tensor, powers: in
     side = side_of(width, query.dtype)
     total = query.new_empty((rows, heads, count), dtype=torch.float32)
     sink_options = _sink(sink_logit, heads)
-    mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
+    mask = None if mask is None else with_dense_last_dim(mask)
     common: dict[str, Any] = dict(
         **_mask(mask), CAUSAL=attention.causal, SCALE=attention.scale, CAP=attention.cap or 0.0,
         HEADS=heads, GROUPS=groups, COUNT=count, KEYS=keys, D=dim, WIDTH=width, BQ=side, BK=side,

@@ -123,7 +123,7 @@ class Reference:
     def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
         """Update scores from new probabilities, float32 [queries, heads, tokens], without padding queries."""
 
-    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
+    def rescore(self, tokens: list[Token], stream: HeadStream) -> None:
         """Give each token the value that `evict` compares, if probabilities are not enough, before any is evicted."""
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
@@ -144,7 +144,7 @@ class Reference:
         """
         tokens = stream.tokens + new
         self.observe(tokens, probabilities)
-        self.rate(tokens, stream)
+        self.rescore(tokens, stream)
         stream.tokens = self.keep_tokens(tokens, stream)
 
     def keep_tokens(self, tokens: list[Token], stream: HeadStream) -> list[Token]:

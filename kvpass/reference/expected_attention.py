@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kvpass.policies.expected_attention import ExpectedAttention
 from kvpass.reference.base import HeadStream, Reference, Token, highest_scored
-from kvpass.reference.pairs import pairs_of, queries_of
+from kvpass.reference.pairs import calibrated_pairs, queries_of
 
 
 class ExpectedAttentionReference(Reference):
     policy: ExpectedAttention
 
-    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
+    def rescore(self, tokens: list[Token], stream: HeadStream) -> None:
         later = [token for token in tokens if token.position >= self.policy.sinks]
         shares = [torch.tensor(self.expected(stream, later, group)).softmax(0) for group in range(self._group)]
         for index, token in enumerate(later):
@@ -33,7 +33,7 @@ class ExpectedAttentionReference(Reference):
         scale = float(calibration.tensors["scale"][stream.layer])
         found = []
         for token in tokens:
-            key, frequency = pairs_of(calibration, stream.layer, token.key[0])
+            key, frequency = calibrated_pairs(calibration, stream.layer, token.key[0])
             rotation = _mean_rotation(frequency, stream.seen, self.policy.horizon)
             row = torch.cat([key.real, key.imag])
             middle = float(rotation @ torch.cat([mean.real, mean.imag]) @ row)

@@ -13,7 +13,7 @@ from kvpass.reference.base import HeadStream, Reference, Token, highest_scored
 class KeyDiffReference(Reference):
     policy: KeyDiff
 
-    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
+    def rescore(self, tokens: list[Token], stream: HeadStream) -> None:
         if tokens:
             keys = torch.stack([token.key[0].float() for token in tokens])
             anchor = torch.nn.functional.normalize(keys, dim=-1).mean(0)

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvpass.policies.calibration import Calibration
 
 
-def pairs_of(calibration: Calibration, layer: int, row: Tensor) -> tuple[Tensor, Tensor]:
+def calibrated_pairs(calibration: Calibration, layer: int, row: Tensor) -> tuple[Tensor, Tensor]:
     """Return the pairs of a row [D] as complex [P], and their frequencies."""
     first, second = calibration.tensors["pairs"][layer]
     row = row.double()

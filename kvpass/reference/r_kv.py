@@ -18,7 +18,7 @@ class RKVReference(VotingReference):
     def rows(self, probabilities: Tensor, logits: Tensor) -> Tensor:
         return probabilities if self.policy.plain else logits.amax(1, keepdim=True)
 
-    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
+    def rescore(self, tokens: list[Token], stream: HeadStream) -> None:
         importance, redundancy = self.importance(tokens, stream), self.redundancy(tokens)
         for token, one, other in zip(tokens, importance, redundancy, strict=True):
             token.notes["importance"], token.notes["redundancy"] = one, other

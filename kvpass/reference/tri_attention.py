@@ -8,19 +8,19 @@ import torch
 
 from kvpass.policies.tri_attention import TriAttention
 from kvpass.reference.base import HeadStream, Reference, Token, highest_scored
-from kvpass.reference.pairs import pairs_of, queries_of
+from kvpass.reference.pairs import calibrated_pairs, queries_of
 
 
 class TriAttentionReference(Reference):
     policy: TriAttention
 
-    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
+    def rescore(self, tokens: list[Token], stream: HeadStream) -> None:
         for token in tokens:
             token.notes["scores"] = self.scores(stream, token)
 
     def scores(self, stream: HeadStream, token: Token) -> list[float]:
         """Return the score of a token for each query head of its KV head."""
-        key, frequency = pairs_of(self.policy.loaded, stream.layer, token.key[0])
+        key, frequency = calibrated_pairs(self.policy.loaded, stream.layer, token.key[0])
         before = key * torch.polar(torch.ones_like(frequency), -frequency * token.position)
         found = []
         for mean, size, _ in queries_of(self.policy.loaded, stream.layer, stream.head):

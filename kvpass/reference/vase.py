@@ -28,7 +28,7 @@ def normal(seed: int, row: int, column: int) -> float:
 class VaseReference(VotingReference):
     policy: Vase
 
-    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
+    def rescore(self, tokens: list[Token], stream: HeadStream) -> None:
         if self.policy.variant == "dkv":
             seed = seed_of_round(self.policy.seed, stream.seen)
             for token in tokens:

@@ -22,7 +22,7 @@ class VotingReference(Reference):
         remember(stream, tokens, new, self.rows(probabilities, logits))
         exceeds = len(tokens) > stream.budget
         if exceeds:
-            self.rate(tokens, stream)
+            self.rescore(tokens, stream)
         if exceeds or not stream.step:  # the queries have voted, or came in a prompt or chunk
             stream.notes["queries"].clear()
         stream.tokens = self.keep_tokens(tokens, stream)

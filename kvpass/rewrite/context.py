@@ -9,6 +9,7 @@ import sympy  # type: ignore[import-untyped]
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.fx import splicing
 from kvpass.fx.walk import example_value
 from kvpass.rewrite.inputs import AddedInputs
 from kvpass.rewrite.rotary_subgraph import RotarySubgraph
@@ -158,9 +159,7 @@ class StepContext(StepGraph):
 
     def _copy(self, node: fx.Node) -> fx.Node:
         with self.graph.inserting_after(self.length):
-            copied = self.graph.call_method("clone", (node,))
-        copied.meta["example_value"] = example_value(node)
-        return copied
+            return splicing.emit(self.graph, "clone", node, value=example_value(node))
 
 
 class Pass(Protocol):

@@ -10,6 +10,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.slots import AnySlots, ClassedSlots
+from kvpass.fx.splicing import with_value
 from kvpass.fx.walk import example_value
 from kvpass.rewrite.mask_subgraph import PerTokenInput
 from kvpass.rewrite.step_graph import StepGraph
@@ -98,8 +99,7 @@ class AddedInputs:
 
         inputs = [self.column(argument) for argument in padding_inputs]
         node = step.compute(function, inputs, step.length.next, f"kvpass_valid_{len(self._valid)}")[0]
-        node.meta["example_value"] = step.empty_of_shape(shape, torch.bool)
-        self._valid[padding_inputs] = node
+        self._valid[padding_inputs] = with_value(node, step.empty_of_shape(shape, torch.bool))
         return node
 
     def gathered_inputs(self) -> tuple[list[GatheredInput], list[fx.Node]]:

@@ -129,13 +129,13 @@ def _own_masks(masks: Tensor, heads: int) -> Tensor:
     G or 1, ...].  The model's code computes all rows and heads at the index of each row and head.
     Only the diagonals are needed, and a compiler computes only these.
     """
-    rows, groups = masks.shape[:2]
+    rows, index_heads = masks.shape[:2]
     masks = masks[:, :, :, 0] if masks.shape[3] == 1 else masks.diagonal(0, 0, 3).movedim(-1, 0)  # [B, H', N, h, ...]
     assert masks.shape[0] == rows
     if masks.shape[3] == 1:
         return masks
     masks = torch.unflatten(masks, 3, (heads, -1))  # [B, H', N, Hkv, G, ...]
-    if groups == 1:
+    if index_heads == 1:
         return masks[:, 0].movedim(2, 1)
     return masks.diagonal(0, 1, 3).movedim(-1, 1)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 
-import torch
 import torch.fx as fx
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.key_axis import MaskContext
 from kvpass.fx import op_table, splicing, walk
 from kvpass.fx.walk import example_value
+from kvpass.lowering.attention_blocks import by_group
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.mask_subgraph import MaskSubgraph, cut_mask
 
@@ -95,10 +95,9 @@ class ColumnMask:
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], key_features: list[Tensor]
     ) -> Tensor:
         mask = tensors[0]  # [B or 1, Hq or 1, q, S]
-        rows, groups, _ = index.shape
-        mask = mask.expand(rows, -1, self.query_len, -1)
-        mask = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))  # [B, h, g, q, S]
-        mask = mask.expand(-1, max(mask.shape[1], groups), -1, -1, -1)
+        rows, index_heads, _ = index.shape
+        mask = by_group(mask.expand(rows, -1, self.query_len, -1), heads)  # [B, h, g, q, S]
+        mask = mask.expand(-1, max(mask.shape[1], index_heads), -1, -1, -1)
         columns = index.clamp(0, mask.shape[-1] - 1).expand(-1, mask.shape[1], -1)[:, :, None, None]
         return mask.gather(-1, columns.expand(-1, -1, mask.shape[2], self.query_len, -1))
 

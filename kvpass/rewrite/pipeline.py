@@ -128,11 +128,13 @@ class StepRewrite:
     """A step graph on slots, which is dropped after it is compiled, and the signature of its code.
 
     Attributes:
+        layers: one node of each layer, the first reader of its keys; in decoding this is the write of the new key.
         dynamic, examples: sizes that may differ between calls, and fake arguments with them; empty if there are none.
     """
 
     rewritten_gm: fx.GraphModule
     signature: StepSignature
+    layers: list[fx.Node]
     dynamic: symbolic_shapes.SymbolicSizes | None
     examples: list[Any]
 
@@ -191,4 +193,6 @@ def _result(step: StepContext) -> StepRewrite:
         **vars(step.outputs),
     )
     examples = [step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.dynamic else []
-    return StepRewrite(step.step_gm, signature, step.sizes.dynamic, examples)
+    keys = [step.slot(layer, "key") for layer in range(len(step.slots))]
+    layers = [min(key.users) for key in keys if key.users]
+    return StepRewrite(step.step_gm, signature, layers, step.sizes.dynamic, examples)

@@ -16,6 +16,7 @@ from kvpass.capture.canonical import AttentionSite, attention_calls
 from kvpass.capture.rotary import find_rotary
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.shapes import expr
+from kvpass.fx.splicing import emit
 from kvpass.fx.walk import example_value
 from kvpass.lowering import attention_statistics
 from kvpass.lowering.attention_statistics import StatisticsArguments
@@ -97,7 +98,7 @@ def rewrite_prompt(given: PromptRewriteInput) -> PromptRewrite:
     outputs: list[LayerOutputs] = []
     valid_outputs: dict[tuple[fx.Node, ...], int] = {}
 
-    def emit(node: fx.Node) -> int:
+    def add_output(node: fx.Node) -> int:
         added.append(node)
         return model_outputs + len(added) - 1
 
@@ -106,7 +107,7 @@ def rewrite_prompt(given: PromptRewriteInput) -> PromptRewrite:
         with rewritten_gm.graph.inserting_before(copy_of[site.call]):
             all_valid = _valid_tokens(rewritten_gm.graph, copy_of[site.grown_key], padding_inputs)
             if all_valid is not None and padding_inputs not in valid_outputs:
-                valid_outputs[padding_inputs] = emit(all_valid)
+                valid_outputs[padding_inputs] = add_output(all_valid)
             valid = _valid_of_new(rewritten_gm.graph, site, copy_of, all_valid)
             if policy.scales_logits:
                 for each in site.attention_calls:
@@ -116,11 +117,11 @@ def rewrite_prompt(given: PromptRewriteInput) -> PromptRewrite:
             rotary = find_rotary(site) if given.stores_unrotated_keys else None
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
-                keys, values = emit(copy_of[site.grown_key]), emit(copy_of[site.grown_value])
-            stored_key = emit(copy_of[rotary.raw]) if rotary else keys
+                keys, values = add_output(copy_of[site.grown_key]), add_output(copy_of[site.grown_value])
+            stored_key = add_output(copy_of[rotary.raw]) if rotary else keys
             scores = insert_statistics(rewritten_gm.graph, site, copy_of, valid, policy, given.budget)
-            statistics_outputs = {name: emit(node) for name, node in scores.items()}
-            operands = _operands(site, keys, lambda node: emit(copy_of[node])) if given.with_operands else None
+            statistics_outputs = {name: add_output(node) for name, node in scores.items()}
+            operands = _operands(site, keys, lambda node: add_output(copy_of[node])) if given.with_operands else None
         valid_output = None if all_valid is None else valid_outputs[padding_inputs]
         in_order = [statistics_outputs[name] for name in attention_statistics.statistics_of(policy)]
         outputs.append(LayerOutputs(stored_key, values, valid_output, in_order, operands))
@@ -133,12 +134,12 @@ def rewrite_prompt(given: PromptRewriteInput) -> PromptRewrite:
 
 
 def _operands(
-    site: AttentionSite, keys: int, emit: Callable[[fx.Node], int]
+    site: AttentionSite, keys: int, add_output: Callable[[fx.Node], int]
 ) -> tuple[int, int, int | None, int | None]:
     """Emit `LayerOutputs.operands`; `keys` is the output index of the stored keys."""
-    mask, sink = (None if node is None else emit(node) for node in (site.mask, site.sink_logit))
-    attended = emit(site.attended[0]) if site.computed else keys
-    return emit(site.query), attended, mask, sink
+    mask, sink = (None if node is None else add_output(node) for node in (site.mask, site.sink_logit))
+    attended = add_output(site.attended[0]) if site.computed else keys
+    return add_output(site.query), attended, mask, sink
 
 
 def _renumber(given: PromptRewriteInput, graph: fx.Graph, copy_of: dict[fx.Node, fx.Node]) -> None:
@@ -164,8 +165,7 @@ def _renumber(given: PromptRewriteInput, graph: fx.Graph, copy_of: dict[fx.Node,
         node, ids = copy_of[reader.node], copy_of[reader.ids]
         with graph.inserting_before(node):
             valid = _valid_tokens(graph, copy_of[reader.ids], padding_inputs, reader.along)
-            new_ids = graph.call_function(ids_of, (ids, reader.along, valid))
-        new_ids.meta["example_value"] = example_value(reader.ids)
+            new_ids = emit(graph, ids_of, ids, reader.along, valid, value=example_value(reader.ids))
         node.replace_input_with(ids, new_ids)
     for site in attention_calls(given.sites):
         node = copy_of[site.call]
@@ -185,9 +185,7 @@ def _valid_tokens(
     for node in padding_inputs:
         shape = example_value(node).shape
         if shapes.expr(shape[-1]) != shapes.expr(total):  # the input may have entries for later tokens
-            count = graph.call_method("size", (tokens, along))
-            count.meta["example_value"] = total
-            subscript: Any = (Ellipsis, slice(None, count))
+            subscript: Any = (Ellipsis, slice(None, emit(graph, "size", tokens, along, value=total)))
             node = graph.call_function(operator.getitem, (node, subscript))
         is_real = graph.call_function(operator.ne, (node, 0))
         is_real = is_real if len(shape) == 2 else graph.call_method("unsqueeze", (is_real, 0))
@@ -201,8 +199,7 @@ def _valid_of_new(
     """Return the entries of the new tokens: all of them, unless the prompt continues an ordinary cache."""
     if valid is None or site.past_key is None:
         return valid
-    past = graph.call_method("size", (copy_of[site.past_key], 2))
-    past.meta["example_value"] = example_value(site.past_key).shape[2]
+    past = emit(graph, "size", copy_of[site.past_key], 2, value=example_value(site.past_key).shape[2])
     return graph.call_function(operator.getitem, (valid, (slice(None), slice(past, None))))
 
 

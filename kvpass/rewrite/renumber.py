@@ -93,7 +93,7 @@ def _counts(index: fx.Node, argument_of: dict[fx.Node, Any], fits: Plausible) ->
     if any(op_table.has_tag(node, "counts") for node in subgraph):
         return True
     inputs = [argument_of[node] for node in subgraph if node.op == "placeholder" and is_tensor(node)]
-    integers = [x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]
+    integers = [x for x in inputs if walk.has_integers(x)]
     return len(inputs) == len(integers) == 1 and fits(integers[0])
 
 

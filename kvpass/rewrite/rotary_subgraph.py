@@ -23,7 +23,7 @@ from kvpass.fx.precision import upcast
 from kvpass.fx.shapes import SizeResolver, expr
 from kvpass.fx.splicing import Subgraph
 from kvpass.fx.walk import example_value
-from kvpass.lowering.attend import RotaryPairs, pairs_of, weights_of
+from kvpass.lowering.attend import RotaryPairs, rotary_pairs, weights_of
 from kvpass.lowering.formats import Sections
 from kvpass.rewrite.mask_subgraph import check_not_overwritten
 from kvpass.rewrite.sections import PaddedSections, SectionInterpreter
@@ -204,7 +204,7 @@ class RotarySubgraph:
         matrix, actual = torch.stack([x[0, 0, 0] for x in rotated]).double().tensor_split([self.shape[3]])
         expected = keys[-1:].double() @ matrix
         linear = torch.allclose(actual, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
-        return pairs_of(matrix) if equal_everywhere and linear else None
+        return rotary_pairs(matrix) if equal_everywhere and linear else None
 
     def mixing_weights(self, pairs: RotaryPairs, table: list[Tensor], bound: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the weights of numbers and of their partners at the positions of a table, each [N, D]."""

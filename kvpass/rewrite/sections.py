@@ -38,12 +38,12 @@ class SectionInterpreter(fx.Interpreter):
         def call(new: Any) -> Any:
             return apply(n.target, tuple(new), kwargs)
 
-        if name in _POINTWISE:
+        if op_table.is_pointwise(n):
             return _pointwise(call, args)
         if n.target is operator.getitem and _slices_last(args):
             start, stop, _ = args[1][-1].indices(args[0].width)
             return args[0].slice(start, stop)
-        if name in ("cat", "concat") and _along_last(args, kwargs):
+        if name == "cat" and _along_last(args, kwargs):
             return Sections(tuple(section for whole in args[0] for section in _sections(whole).tensors))
         if name in ("chunk", "split") and _along_last(args, kwargs):
             return _divide_sections(args[0], args[1], name == "chunk")
@@ -61,7 +61,7 @@ class PaddedSections(fx.Interpreter):
     """
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function" or op_table.operator_name(n) not in ("cat", "concat"):
+        if n.op != "call_function" or op_table.operator_name(n) != "cat":
             return super().run_node(n)
         (sections, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
         dim = kwargs.get("dim", rest[0] if rest else 0) % sections[0].ndim
@@ -69,11 +69,6 @@ class PaddedSections(fx.Interpreter):
             return Sections(tuple(sections)).join()
         moved = Sections(tuple(section.movedim(dim, -1) for section in sections))
         return moved.join().movedim(-1, dim)
-
-
-_POINTWISE = frozenset(
-    {"add", "sub", "mul", "neg", "to", "float", "type_as", "iadd", "contiguous", "clone", "half", "bfloat16"}
-)
 
 
 def _sections(x: Any) -> Sections:

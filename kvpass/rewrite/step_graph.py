@@ -277,8 +277,7 @@ class SizeNodes:
         graph = self._step.graph
         first = next(node for node in graph.nodes if node.op != "placeholder")
         with graph.inserting_after(self._emitted[-1]) if self._emitted else graph.inserting_before(first):
-            node = graph.call_function(function, args)
-        node.meta["example_value"] = size
+            node = splicing.emit(graph, function, *args, value=size)
         self._emitted.append(node)
         return node
 

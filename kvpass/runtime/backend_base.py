@@ -115,11 +115,12 @@ class BackendBase:
         self,
         rewritten_gm: fx.GraphModule,
         examples: Sequence[Any],
+        layers: Sequence[fx.Node],
         stores_unrotated_keys: bool,
         sizes: symbolic_shapes.SymbolicSizes | None,
     ) -> Callable[..., Any]:
-        """Compile a rewritten step graph; `sizes` are its dynamic sizes, None if all are static."""
-        layers, exchangeable = layer_dedup.readers_of_slots(rewritten_gm), sizes.exchangeable if sizes else frozenset()
+        """Compile a step graph; `layers` as in `compile_prompt`, `sizes` are its dynamic sizes, None without them."""
+        exchangeable = sizes.exchangeable if sizes else frozenset()
         settings = self._step_settings(stores_unrotated_keys) | ({} if sizes else inductor.NO_SIZE_CHECKS)
         if self.inner == "inductor" and inductor.on_cpu(examples):
             _ = Processor.here().has_row_kernel  # may compile a product, which is impossible while Inductor compiles

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.origins import OutsideKeys
+from kvpass.capture.cross_attention import OutsideKeys
 from kvpass.errors import KVPassWarning, UnsupportedGraph
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import expr

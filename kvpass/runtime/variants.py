@@ -146,7 +146,7 @@ class CompiledVariant:
         def compile() -> inductor.Compiled:
             assert rewrite is not None
             rewritten_gm, examples = rewrite.rewritten_gm, rewrite.examples or flat
-            run = backend.compile_step(rewritten_gm, examples, stores_unrotated_keys, rewrite.dynamic)
+            run = backend.compile_step(rewritten_gm, examples, rewrite.layers, stores_unrotated_keys, rewrite.dynamic)
             splicing.release_example_data(rewritten_gm.graph)  # code that runs the graph needs none
             self._rewrite = None
             dynamo.release_source_lines()

@@ -32,6 +32,11 @@ def soft_cap(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     return torch.matmul(torch.nn.functional.softmax(logits, dim=-1, dtype=torch.float32).to(v.dtype), v)
 
 
+def in_other_words(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    logits = torch.divide(torch.multiply(q @ k.transpose(-1, -2), 0.5), 2.0)
+    return torch.subtract(logits, torch.where(allowed, 0.0, -LOWEST)).softmax(-1) @ v
+
+
 def sinks(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     logits = torch.matmul(q, k.transpose(2, 3)) * 0.25 + torch.where(allowed, 0.0, LOWEST)
     beside = torch.tensor([0.5, -0.5, 1.0, 0.0]).reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
@@ -126,6 +131,7 @@ SPELLINGS: list[Spelling] = [
     scale_first,
     scale_and_mask_together,
     soft_cap,
+    in_other_words,
     sinks,
     in_one_batch,
     gate_by_sum,

@@ -146,6 +146,30 @@ def test_an_operator_is_in_one_row() -> None:
     assert len(names) == len(set(names))
 
 
+OPERANDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("neg", "abs", "bitwise_not"), ()),
+    "masked_fill": (torch.tensor([True, False, False]), 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [(name, other) for name in op_table._OTHER_SPELLINGS for other in op_table._OTHER_SPELLINGS[name].split()],
+)
+def test_other_spellings_of_an_operator_compute_the_same(name: str, other: str) -> None:
+    x = torch.tensor([7.0, -2.0, 5.0])
+    x = x.long() if name.startswith("bitwise") else x
+    operands = OPERANDS.get(name, (torch.tensor([2, 3, 4]).to(x.dtype),))
+
+    def compute(spelling: str) -> Tensor:
+        homes = [home for home in (*op_table._HOMES, Tensor) if hasattr(home, spelling)]
+        call: Any = getattr(homes[0], spelling)
+        result: Tensor = call([x, *operands]) if name == "cat" else call(x.clone(), *operands)
+        return result
+
+    assert torch.equal(compute(name), compute(other))
+
+
 CALLS = [
     "float()",
     "long()",

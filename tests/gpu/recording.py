@@ -82,6 +82,7 @@ class Recording(Backend):
         self,
         rewritten_gm: fx.GraphModule,
         examples: Sequence[Any],
+        layers: Sequence[fx.Node],
         ranked: bool,
         sizes: symbolic_shapes.SymbolicSizes | None,
     ) -> Callable[..., Any]:

@@ -70,8 +70,11 @@ class StepGraphs(Backend):
     def compile_prompt(self, rewritten_gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
         return fx_nodes.code_of(rewritten_gm)
 
-    def compile_step(self, rewritten_gm: fx.GraphModule, examples: Sequence[Any], *how: Any) -> Callable[..., Any]:
-        self.steps.append((fx_nodes.copy_graph_module(rewritten_gm)[0], list(examples), *how))
+    def compile_step(
+        self, rewritten_gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node], *how: Any
+    ) -> Callable[..., Any]:
+        copy, copy_of = fx_nodes.copy_graph_module(rewritten_gm)
+        self.steps.append((copy, list(examples), [copy_of[node] for node in layers], *how))
         return fx_nodes.code_of(rewritten_gm)
 
 
@@ -100,7 +103,8 @@ class _Chosen(BaseException):
 @torch.no_grad()
 def count(graphs: StepGraphs, index: int, processor: Processor) -> Arithmetic:
     """Count the arithmetic of a step graph on a kind of processor."""
-    rewritten_gm, *rest = graphs.steps[index]
+    rewritten_gm, examples, layers, *rest = graphs.steps[index]
+    copy, copy_of = fx_nodes.copy_graph_module(rewritten_gm)
     found: list[Arithmetic] = []
 
     def read(nodes: list[BaseSchedulerNode]) -> None:
@@ -115,7 +119,7 @@ def count(graphs: StepGraphs, index: int, processor: Processor) -> Arithmetic:
         config.patch(fx_graph_cache=False, _post_fusion_custom_pass=read),
         contextlib.suppress(_Chosen),
     ):
-        Backend.compile_step(graphs, fx_nodes.copy_graph_module(rewritten_gm)[0], *rest)
+        Backend.compile_step(graphs, copy, examples, [copy_of[node] for node in layers], *rest)
     (arithmetic,) = found
     return arithmetic
 

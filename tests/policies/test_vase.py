@@ -43,7 +43,7 @@ def kept_by_reference(policy: Vase) -> list[int]:
     tokens = [Token(n, n, key[None], value[None], score=vote) for n, (key, value, vote) in enumerate(rows)]
     reference = literal.VaseReference(policy)
     if policy.variant == "dkv":
-        reference.rate(tokens, HeadStream(0, 6, tokens, seen=10))
+        reference.rescore(tokens, HeadStream(0, 6, tokens, seen=10))
     return [token.position for token in reference.evict(tokens, 0, 10, 6)]
 
 

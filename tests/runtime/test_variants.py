@@ -232,7 +232,7 @@ def doubling() -> Any:
     node = graph.placeholder("x")
     graph.output((graph.call_function(torch.add, (node, node)),))
     rewritten_gm = fx.GraphModule(torch.nn.Module(), graph)
-    return SimpleNamespace(rewritten_gm=rewritten_gm, signature=None, examples=[], dynamic=None)
+    return SimpleNamespace(rewritten_gm=rewritten_gm, signature=None, layers=[], examples=[], dynamic=None)
 
 
 @pytest.mark.parametrize(("chunk", "at_once", "uncompiled"), [(True, False, 1), (True, True, 0), (False, False, 0)])

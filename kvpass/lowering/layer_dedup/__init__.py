@@ -9,6 +9,5 @@ as calls of torch's invoke_subgraph it takes 3.5 s more, and code on disk serves
 """
 
 from kvpass.lowering.layer_dedup.link import compile_deduplicated
-from kvpass.lowering.layer_dedup.segments import readers_of_slots
 
-__all__ = ["compile_deduplicated", "readers_of_slots"]
+__all__ = ["compile_deduplicated"]

@@ -23,7 +23,6 @@ import collections
 import dataclasses
 import itertools
 import operator
-import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -144,15 +143,6 @@ class _ContextValue:
         if self.value is other.value:
             return True
         return (self.value == other.value) is True and repr(self.value) == repr(other.value)
-
-
-def readers_of_slots(gm: fx.GraphModule) -> list[fx.Node]:
-    """Return the anchors of a rewritten step: the first reader of each layer's keys.
-
-    In decoding this is the write of the new key.
-    """
-    keys = [node for node in walk.placeholders(gm.graph) if re.fullmatch(r"slots_\d+_key", node.name)]
-    return [min(node.users) for node in keys if node.users]
 
 
 def split(gm: fx.GraphModule, anchors: Sequence[fx.Node]) -> list[Segment]:

@@ -210,8 +210,7 @@ def replace_outputs(site: AttentionSite, outputs: list[fx.Node]) -> dict[str, fx
     """Replace a site's results by a step's, the first outputs; return its `AttentionResults.replaced`."""
     replaced = dict(zip(site.results, outputs, strict=False))
     for old, new in replaced.items():
-        new.meta["example_value"] = example_value(old)
-        old.replace_all_uses_with(new)
+        old.replace_all_uses_with(splicing.with_value(new, example_value(old)))
     return {old.name: new for old, new in replaced.items()}
 
 

@@ -46,7 +46,7 @@ from kvpass.rewrite.renumber import find_readers, fits_step, subtract_by_row
 from kvpass.rewrite.rotary_subgraph import cut_rotaries
 
 BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
-_ARITHMETIC = op_table.tagged("compares", "adds") | {"mul", "clamp", "maximum", "minimum"}
+_ARITHMETIC = ("compares", "adds", "multiplies", "bounds")
 _FUNCTIONS: dict[str, Any] = {
     "Add": operator.add, "Mul": operator.mul, "Max": torch.clamp_min, "Min": torch.clamp_max
 }  # fmt: skip
@@ -87,7 +87,7 @@ class _LengthArithmetic:
                 continue
             if node.target is torch.arange:
                 self._arange_on_length(node)
-            elif any(walk.is_tensor(arg) for arg in node.args) and op_table.operator_name(node) in _ARITHMETIC:
+            elif any(walk.is_tensor(arg) for arg in node.args) and op_table.has_tag(node, *_ARITHMETIC):
                 self.rewritten.append(node.name)
                 with self.graph.inserting_before(node):
                     node.args = tuple(self._on_length(arg) if arg in growing else arg for arg in node.args)
@@ -112,8 +112,7 @@ class _LengthArithmetic:
             )
         result, *terms = sorted(map(self._emit, part.args), key=lambda term: not walk.is_tensor(term))
         for term in terms:
-            result = self.graph.call_function(function, (result, term))
-            result.meta["example_value"] = example_value(self.length)
+            result = splicing.emit(self.graph, function, result, term, value=example_value(self.length))
         return result
 
     def slices(self) -> list[fx.Node]:
@@ -155,14 +154,11 @@ class _LengthArithmetic:
         """Replace x[..., start : start + size] by a lookup; return also the nodes that index keys."""
         counts_keys = self.sizes.is_total(size)
         count = 1 if counts_keys else self.number(self.sizes.resolved_size(size))
-        index = self.graph.call_function(torch.arange, (count,))
-        index.meta["example_value"] = example_value(table).new_empty((size,), dtype=torch.int64)
+        indices = example_value(table).new_empty((size,), dtype=torch.int64)
+        index = splicing.emit(self.graph, torch.arange, count, value=indices)
         key_indices = [index] if counts_keys else []
         if start != 0:
-            offset = self._on_length(start)
-            shifted = self.graph.call_function(operator.add, (index, offset))
-            shifted.meta["example_value"] = index.meta["example_value"]
-            index = shifted
+            index = splicing.emit(self.graph, operator.add, index, self._on_length(start), value=indices)
         return splicing.emit(self.graph, torch.index_select, table, dim, index), key_indices
 
     def _arange_on_length(self, node: fx.Node) -> None:
@@ -176,19 +172,15 @@ class _LengthArithmetic:
         dtype = example_value(node).dtype
         if count != 1 and not op_table.counts_exactly(dtype):
             walk.refuse(node, f"positions are counted in {dtype}, which rounds them: count them in int64")
+        value = example_value(node).new_empty(example_value(node).shape, dtype=torch.int64)
+        options: dict[str, Any] = {**node.kwargs, "dtype": torch.int64}
+        steps = self.number(self.sizes.resolved_part(count))
+        steps = splicing.emit_before(node, torch.arange, steps, value=value, **options)
         with self.graph.inserting_before(node):
-            steps = self.graph.call_function(
-                torch.arange, (self.number(self.sizes.resolved_part(count)),), {**node.kwargs, "dtype": torch.int64}
-            )
             offset = self._emit(self.sizes.in_length(start))
-            shifted = self.graph.call_function(operator.add, (steps, offset))
-            for new in (steps, shifted):
-                new.meta.update(
-                    node.meta, example_value=example_value(node).new_empty(example_value(node).shape, dtype=torch.int64)
-                )
-            if dtype != torch.int64:
-                shifted = self.graph.call_method("to", (shifted, dtype))
-                shifted.meta.update(node.meta)
+        shifted = splicing.emit_before(node, operator.add, steps, offset, value=value)
+        if dtype != torch.int64:
+            shifted = splicing.emit_before(node, "to", shifted, dtype, value=example_value(node))
         self.rewritten.append(node.name)
         node.replace_all_uses_with(shifted)
 
@@ -240,8 +232,7 @@ def _rank_of_first(step: StepContext) -> fx.Node:
 
     metadata = [step.slot(0, "position"), step.slot(0, "free")]
     rank = step.compute(function, metadata, step.length.next, "kvpass_first_rank")[0]
-    rank.meta["example_value"] = step.empty_of_shape((step.batch,), torch.int64)
-    return rank
+    return splicing.with_value(rank, step.empty_of_shape((step.batch,), torch.int64))
 
 
 def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> None:
@@ -265,9 +256,8 @@ def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> N
 
     before = step.length.next if position.op == "placeholder" else position.next
     ranks = step.compute(function, [first, *valid], before, f"kvpass_rank_{position.name}")[0]
-    ranks.meta["example_value"] = example_value(position)
     for user in users:
-        user.replace_input_with(position, ranks)
+        user.replace_input_with(position, splicing.with_value(ranks, example_value(position)))
 
 
 def _may_differ_by_row(step: StepContext, position: fx.Node) -> bool:
@@ -309,8 +299,7 @@ def renumber_ids(step: StepContext) -> PassRecord:
             _count_cached, reader.along, step.query_len, step.layouts[0].policy.last_position()
         )
         ids = step.compute(function, inputs, reader.node, f"kvpass_ids_{i}")[0]
-        ids.meta["example_value"] = example_value(reader.ids)
-        reader.node.replace_input_with(reader.ids, ids)
+        reader.node.replace_input_with(reader.ids, splicing.with_value(ids, example_value(reader.ids)))
     return PassRecord([reader.node.name for reader in readers])
 
 

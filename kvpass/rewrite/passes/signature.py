@@ -78,13 +78,11 @@ def _inputs(step: StepContext, names: list[str], tensors: list[Tensor], before: 
 
 def _length(step: StepContext) -> fx.Node:
     """Return a copy of the first layer's counter, because that layer's step increases the counter."""
+    number = torch.empty((), dtype=torch.int64, device="meta")
     with step.graph.inserting_after(step.placeholders[-1]):
-        counter = step.graph.call_function(operator.getitem, (step.slot(0, "length"), 0))
+        counter = splicing.emit(step.graph, operator.getitem, step.slot(0, "length"), 0, value=number)
     with step.graph.inserting_after(counter):
-        length = step.graph.call_method("clone", (counter,))
-    for node in (counter, length):
-        node.meta["example_value"] = torch.empty((), dtype=torch.int64, device="meta")
-    return length
+        return splicing.emit(step.graph, "clone", counter, value=number)
 
 
 def drop_growing_outputs(step: StepContext) -> PassRecord:
@@ -173,7 +171,7 @@ def _is_no_state(step: StepContext, node: fx.Node) -> bool:
     argument = step.argument_of.get(node)
     if argument is None:
         return node.op not in ("placeholder", "get_attr")
-    if isinstance(argument, Tensor) and (argument.is_floating_point() or argument.is_complex()):
+    if isinstance(argument, Tensor) and walk.is_inexact(argument):
         return dynamo.is_of_module(node) and not isinstance(argument, torch.nn.Parameter)
     return True
 

@@ -21,10 +21,6 @@ MAX_COVERED = 4200
 """The largest number of tokens in the synthetic conversation of a validation."""
 EXACT_LIMITS = {torch.int8: 128, torch.uint8: 256, torch.bfloat16: 256, torch.int16: 1 << 15, torch.float16: 2048}
 """The first integers beyond which narrow dtypes cannot represent the next one."""
-_ARITHMETIC = op_table.tagged("compares", "adds") | {
-    "floordiv", "floor_divide", "mod", "remainder", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum",
-    "where", "masked_fill",
-}  # fmt: skip
 
 
 def length_constants(graph: fx.Graph) -> list[int]:
@@ -45,8 +41,8 @@ def smallest_table(graph: fx.Graph) -> int:
 def _numbers(node: fx.Node) -> Iterator[int]:
     if node.op not in ("call_function", "call_method") or not any(map(_counts, node.all_input_nodes)):
         return
-    name = walk.target_name(node).strip("_")
-    if name in _ARITHMETIC:
+    name = op_table.operator_name(node)
+    if name in op_table.tagged("compares", "adds", "divides", "bounds", "selects"):
         yield from _integers((*node.args, *node.kwargs.values()))
     elif name == "narrow" or (name == "getitem" and not isinstance(node.args[1], int)):
         yield from _integers(node.args[1:])
@@ -81,8 +77,7 @@ def _narrow(node: fx.Node) -> Iterator[int]:
     example = example_value(node)
     if not isinstance(example, Tensor) or example.dtype not in EXACT_LIMITS:
         return
-    parents = [example_value(parent) for parent in node.all_input_nodes]
-    integers = [x for x in parents if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]
+    integers = any(walk.has_integers(example_value(parent)) for parent in node.all_input_nodes)
     if integers or walk.target_name(node) in op_table.tagged("counts"):
         yield EXACT_LIMITS[example.dtype]
 

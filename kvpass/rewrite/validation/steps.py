@@ -185,7 +185,8 @@ def _inputs_serve(case: StepCase, count: int) -> bool:
     ):
         return False
     for index, (node, argument) in enumerate(zip(placeholders, case.given.arguments, strict=True)):
-        growing = [] if index in pasts else [p for p in shapes.pairs(node, argument) if case.given.sizes.grows(p[0])]
+        sizes = [] if index in pasts else shapes.sizes_with_values(node, argument)
+        growing = [pair for pair in sizes if case.given.sizes.grows(pair[0])]
         if not all(symbolic_shapes.may_equal(size, current - case.given.length + count) for size, current in growing):
             return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,16 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import model_access
-from kvpass.lowering.layer_dedup import readers_of_slots
+from kvpass.fx import walk
 from kvpass.lowering.layer_dedup.segments import Segment, split
 from kvpass.torch_private import symbolic_shapes
 from tests.models import build, prompt, teacher_forced
+
+
+def readers_of_slots(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return `StepRewrite.layers` of a rewritten step."""
+    keys = [node for node in walk.placeholders(gm.graph) if re.fullmatch(r"slots_\d+_key", node.name)]
+    return [min(node.users) for node in keys]
 
 
 def steps_of(model: Any, policy: str, steps: list[int]) -> list[fx.GraphModule]:
