@@ -78,7 +78,7 @@ class PaddingTracker:
         return frozenset(index for indices in self.inputs for index in indices) - changed
 
     def as_padding_inputs(self, unchanged_inputs: frozenset[int], placeholders: Sequence[fx.Node]) -> PaddingInputs:
-        """Return the inputs for a rewrite, as nodes; `known` is a result of `unchanged_inputs`."""
+        """Return the inputs for a rewrite, as nodes; by the results of `unchanged_inputs`."""
         by_layer = tuple(tuple(placeholders[index] for index in indices) for indices in self.inputs)
         return PaddingInputs(by_layer, frozenset(placeholders[index] for index in unchanged_inputs))
 

@@ -203,7 +203,7 @@ def guard_predicate(guards: Iterable[Any], now: dict[Any, int], growing: set[Any
         now: the present value of each symbol.
         growing: the symbols that grow.
     """
-    growth = sympy.Symbol("by", integer=True, nonnegative=True)
+    growth = sympy.Symbol("n", integer=True, nonnegative=True)
     later = {symbol: sympy.Integer(number) + (growth if symbol in growing else 0) for symbol, number in now.items()}
     condition = sympy.And(*(each.xreplace(later) for each in guards))
     if condition.free_symbols - {growth}:
