@@ -19,13 +19,13 @@ from kvpass.policies.pinned_tokens import PINNED, Pins
 from kvpass.policies.ranking import rank_of, slots_by_position
 from kvpass.policies.types import Attention, Merge, State, Tokens
 
-MERGE_BLOCK = 1024  # evicted rows that are merged at a time
+MERGE_BLOCK = 1024  # evicted tokens that are merged at a time
 
 
 def rescore(
     layout: Layout, tokens: Tokens, key: EncodedVectors, value: EncodedVectors, policy_weights: Sequence[Tensor] = ()
 ) -> Tokens:
-    """Apply the policy's `rescore`, if it has one, to rows [B, Hkv, N, D], by default with its own weights."""
+    """Apply the policy's `rescore`, if it has one, to vectors [B, Hkv, N, D]; () for the policy's own weights."""
     policy = layout.policy
     if not policy.rescores:
         return tokens
@@ -36,15 +36,15 @@ def rescore(
 def admit(layout: Layout, before: Any, to_admit: TokensToAdmit, budgets: Sequence[int] = (), into: Any = None) -> Any:
     """Admit a prompt or chunk: the policy selects which cached and new tokens stay.
 
-    Survivors are written to slots 0, 1, ... in the order of their positions.  `before` is overwritten in place if it
-    has the layout's capacity and `into` is None.  Runs once per prompt or turn, uncompiled.
+    The tokens that stay are written to slots 0, 1, ... in the order of their positions.
 
     Args:
-        before: the `Slots` before the chunk, `ClassedSlots` if the layout has classes; None for a prompt.
+        before: the `Slots` before the chunk, `ClassedSlots` if the layout has classes; None for a prompt.  They are
+            overwritten in place if `into` is None.
         to_admit: the tokens of the prompt or chunk.
-        budgets: for a prompt, the budget of each row, if it differs from the layout's, without pinned tokens that
-            count in addition to it.  The slots store them if the layout has `row_budgets`.
-        into: slots of the layout's capacity to write to; `before` then stays unchanged.
+        budgets: the budget of each row of a prompt, without tokens pinned on top of it; () for the layout's.  The slots
+            store them if the layout has `row_budgets`.
+        into: other slots of the layout's capacity to write to.
 
     Returns:
         Slots of the layout's capacity, of the kind of `before`.
@@ -77,7 +77,7 @@ class _Candidates:
     Attributes:
         tokens: their metadata, with the policy's scores.
         index: int64 [B, H', N], their indices in the padded sequence.
-        key, value: their rows.
+        key, value: their vectors.
     """
 
     tokens: Tokens
@@ -95,19 +95,19 @@ class _Candidates:
 
 
 def _score_candidates(
-    layout: Layout, past: Slots, to_admit: TokensToAdmit, budgets: Sequence[int], prompt: bool
+    layout: Layout, past: Slots, to_admit: TokensToAdmit, budgets: Sequence[int], is_prompt: bool
 ) -> _Candidates:
     """Let the policy observe a prompt or chunk, and score its tokens and the cached ones."""
     assert isinstance(to_admit.attention, Attention)
     key = EncodedVectors.of(layout.key_format, to_admit.key)
     value = EncodedVectors.of(layout.value_format, to_admit.value)
-    tokens, index = _join_candidates(layout, past, to_admit, key, value, prompt)
+    tokens, index = _join_candidates(layout, past, to_admit, key, value, is_prompt)
     if not layout.row_budgets:
         tokens = dataclasses.replace(tokens, budget=max(budgets))
     if layout.pinned_tokens is not None:
         layout.pinned_tokens.check(tokens)
     tokens = tokens.with_state(layout.policy.observe_chunk(tokens, to_admit.attention))
-    if not prompt:
+    if not is_prompt:
         key, value = past.key.concatenate(key), past.value.concatenate(value)
     tokens = rescore(layout, tokens, key, value)
     if layout.policy.projects:
@@ -143,9 +143,9 @@ def _admit_by_class(
 ) -> ClassedSlots:
     """Admit a chunk on slots in classes: heads stay in their classes."""
     targets = [None] * len(classed.by_class) if into is None else into.by_class
-    rows = zip(layout.by_class, classed.by_class, layout.head_slices, targets, strict=True)
+    classes = zip(layout.by_class, classed.by_class, layout.head_slices, targets, strict=True)
     by_class = []
-    for index, (class_layout, class_slots, heads, target) in enumerate(rows):
+    for index, (class_layout, class_slots, heads, target) in enumerate(classes):
         attention = chunk.attention[index] if isinstance(chunk.attention, tuple) else chunk.attention
         class_chunk = chunk.of_heads(classed.order[:, heads], attention)
         by_class.append(admit(class_layout, class_slots, class_chunk, (), target))
@@ -157,7 +157,7 @@ def _admit_by_class(
 
 
 def align(layout: Layout, slots: Slots, tokens: Tokens, policy_weights: Sequence[Tensor], evicted: int) -> State:
-    """Store the rows that the policy aligns, in place, and return the changes to its state."""
+    """Store the vectors that the policy aligns, in place, and return the changes to its state."""
     key, value = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
     new_key, new_value, changes = layout.policy.align(tokens, key, value, policy_weights, evicted)
     slots.key.replace(new_key, (new_key != key).any(-1))
@@ -166,9 +166,9 @@ def align(layout: Layout, slots: Slots, tokens: Tokens, policy_weights: Sequence
 
 
 def _join_candidates(
-    layout: Layout, past: Slots, to_admit: TokensToAdmit, key: EncodedVectors, value: EncodedVectors, prompt: bool
+    layout: Layout, past: Slots, to_admit: TokensToAdmit, key: EncodedVectors, value: EncodedVectors, is_prompt: bool
 ) -> tuple[Tokens, Tensor]:
-    """Return the tokens of [slots, new], and their indices; `key` and `value` are encoded rows to admit."""
+    """Return the tokens of [slots, new], and their indices; `key` and `value` are the new tokens' vectors."""
     policy, valid = layout.policy, to_admit.valid
     count = valid.cumsum(-1)  # [B, q]
     new_position = past.seen[:, None] + count - 1
@@ -176,7 +176,7 @@ def _join_candidates(
 
     def join(cached: Tensor, new: Tensor) -> Tensor:
         new = new.expand(-1, layout.metadata_heads, -1)
-        return new if prompt else torch.cat([cached, new], -1)
+        return new if is_prompt else torch.cat([cached, new], -1)
 
     initial = policy.init_token_state(key.read(), value.read()) if policy.reads_new_keys else {}
     state = dict(past.state)
@@ -191,7 +191,7 @@ def _join_candidates(
         seen=(past.seen + count[:, -1])[:, None, None],
         state=state,
         budget=layout.budget_in(state),
-        cached_columns=0 if prompt else past.capacity,
+        cached_columns=0 if is_prompt else past.capacity,
         rank=rank_of(position) if policy.reads_rank else None,
         sharding=layout.sharding,
     )
@@ -222,26 +222,26 @@ def _fill(layout: Layout, slots: Slots, scored: _Candidates, keep: Tensor) -> No
 def _merge_evicted(layout: Layout, slots: Slots, scored: _Candidates, evicted: Tensor) -> None:
     """Let the policy merge evicted tokens into the filled slots."""
     count = int(evicted.sum(-1).max())
-    columns = slots_by_position(torch.where(evicted, scored.tokens.position, FREE))[..., :count]  # [B, H', E]
-    cached_keys, evicted_keys = slots.key.read(), scored.key.gather(columns).read()
+    evicted_indices = slots_by_position(torch.where(evicted, scored.tokens.position, FREE))[..., :count]  # [B, H', E]
+    cached_keys, evicted_keys = slots.key.read(), scored.key.gather(evicted_indices).read()
     merging = layout.pinned_tokens or layout.policy
-    merge = merging.merge_evicted(slots.tokens(layout), cached_keys, evicted_keys, evicted.gather(-1, columns))
-    for buffer, rows in ((slots.key, scored.key), (slots.value, scored.value)):
-        _merge_into(buffer, rows, columns, merge)
+    merge = merging.merge_evicted(slots.tokens(layout), cached_keys, evicted_keys, evicted.gather(-1, evicted_indices))
+    for buffer, vectors in ((slots.key, scored.key), (slots.value, scored.value)):
+        _merge_into(buffer, vectors, evicted_indices, merge)
     for name, changed in merge.state.items():
         slots.state[name].copy_(changed)
 
 
-def _merge_into(buffer: EncodedVectors, rows: EncodedVectors, columns: Tensor, merge: Merge) -> None:
-    """Merge rows [B, Hkv, N, D] of the `columns` [B, H', E] into a buffer [B, Hkv, C, D]."""
+def _merge_into(buffer: EncodedVectors, vectors: EncodedVectors, evicted_indices: Tensor, merge: Merge) -> None:
+    """Merge the vectors at `evicted_indices` [B, H', E] of [B, Hkv, N, D] into a buffer [B, Hkv, C, D]."""
     heads, cached = buffer.shape[1], upcast(buffer.read())
     into = merge.into.expand(-1, heads, -1)
     share = merge.share.new_zeros(buffer.shape[:3])
     share = share.scatter_add(-1, into, merge.share.expand(-1, heads, -1))[..., None]
     total = merge.own * cached
-    for start in range(0, columns.shape[-1], MERGE_BLOCK):
+    for start in range(0, evicted_indices.shape[-1], MERGE_BLOCK):
         block = slice(start, start + MERGE_BLOCK)
-        weighted = upcast(rows.gather(columns[..., block]).read()) * merge.weight[..., block, None]
+        weighted = upcast(vectors.gather(evicted_indices[..., block]).read()) * merge.weight[..., block, None]
         total.scatter_add_(2, into[..., block, None].expand_as(weighted), weighted)
     buffer.replace(torch.where(share > 0, total / (merge.own + share), cached), share[..., 0] > 0)
 
@@ -271,9 +271,9 @@ class TokensToAdmit:
     Attributes:
         key, value: [B, Hkv, q, D] and [B, Hkv, q, Dv]; the keys as they are stored.
         valid: bool [B, q], false for padding.
-        attention: statistics of the chunk's queries over [slots, chunk], N = C + q (N = q for a prompt); of each class
-            of heads for a chunk on slots in classes.
-        pins: the tokens to pin, None for none in addition to a prompt under `keep_prompt`.
+        attention: the statistics of the queries over [slots, chunk], N = C + q (N = q for a prompt); for slots in
+            classes one for each class.
+        pins: the tokens that the caller pins, or None.
         output_projection: the output projection's weight by head, [B or 1, Hkv, G, Dv, E], for policies that read it.
         operands: the operands of the statistics for each class of heads, if a crop may need them; else ().
     """
@@ -307,8 +307,8 @@ class TokensToAdmit:
 
     def pins_on_top(self, policy: Policy) -> Tensor:
         """Return int64 [B]: the pinned tokens on top of the budget."""
-        counted = self.pins is not None and self.pins.on_top
-        return self.pinned_of(policy).sum(-1) * counted
+        on_top = self.pins is not None and self.pins.on_top
+        return self.pinned_of(policy).sum(-1) * on_top
 
     def raised_budgets(self, policy: Policy, budgets: Sequence[int]) -> tuple[int, ...]:
         """Return the budgets of the rows after the tokens are admitted."""

@@ -52,7 +52,7 @@ class CachedAttention:
         policy_weights: the policy's weights as inputs of the graph; empty if they are read from the policy.
         compute_keys: computes keys and values from the stored vectors, or None if these are the keys and values.
         lse: whether the model also reads the log-sum-exp of the logits.
-        write_slots: the slots to write to, [B, H'], if they are not `slots.free`.
+        write_slots: the slots to write to, [B, H']; None for `slots.free`.
         hidden_logit: the logit of keys that a bool mask hides; None if they are left out.
         decomposed: whether the model computes the softmax itself, which gives NaN for a query without keys.
         has_padding_inputs: whether inputs of the graph mark padding; marked tokens are not cached.
@@ -75,8 +75,8 @@ class CachedAttention:
     def unknown_queries(self, slots: Slots, valid: Tensor, bias: torch.dtype | None) -> UnknownQueries | None:
         """Return the queries whose output may be unknown, or None if there are none.
 
-        A model that adds its mask in half precision loses digits of the logits where the mask's number is large.  Here
-        the sum is in float32.  Only queries to which every key is hidden can differ.
+        A model that adds its mask in half precision rounds the logits where the mask's number is large.  kvpass adds it
+        in float32.  The results differ only for queries to which the mask hides every key.
 
         Args:
             valid: bool [B, q], false for padding.
@@ -136,27 +136,28 @@ class AttentionOutput(NamedTuple):
 
 
 Step = Callable[..., AttentionOutput]
-"""A step of a layer: it takes a layout, an attention call, slots, the new tokens, and further arguments."""
+"""A function of a layout, a `CachedAttention`, slots, the new tokens, and further arguments."""
 
 
 def class_by_class(step: Step) -> Step:
-    """Let a step run once for each class of heads, as if each class were a layer."""
+    """Make a step run once for each class of heads, as if each class were a layer."""
 
     @functools.wraps(step)
     def divided(
-        layout: Layout, call: CachedAttention, slots: AnySlots, new: NewTokens, *further: Any
+        layout: Layout, attention: CachedAttention, slots: AnySlots, new: NewTokens, *further: Any
     ) -> AttentionOutput:
         if isinstance(slots, Slots):
-            return step(layout, call, slots, new, *further)
+            return step(layout, attention, slots, new, *further)
         attended = []
-        for class_layout, class_slots, where in zip(layout.by_class, slots.by_class, layout.head_slices, strict=True):
-            heads, sink = slots.order[:, where], call.sink_logit
+        classes = zip(layout.by_class, slots.by_class, layout.head_slices, strict=True)
+        for class_layout, class_slots, head_slice in classes:
+            heads, sink = slots.order[:, head_slice], attention.sink_logit
             if sink is not None:
                 sink = _select_query_heads(sink.expand(heads.shape[0], -1, -1, -1), heads, layout.heads)
             vectors = select_heads(new.key, heads), select_heads(new.value, heads)
-            own = NewTokens(_select_query_heads(new.query, heads, layout.heads), *vectors, new.valid)
-            class_call = dataclasses.replace(call, sink_logit=sink)
-            attended.append(step(class_layout, class_call, class_slots, own, *further))
+            class_tokens = NewTokens(_select_query_heads(new.query, heads, layout.heads), *vectors, new.valid)
+            class_attention = dataclasses.replace(attention, sink_logit=sink)
+            attended.append(step(class_layout, class_attention, class_slots, class_tokens, *further))
         return _join_classes(layout, slots, attended)
 
     return divided

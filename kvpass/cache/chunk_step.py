@@ -21,7 +21,7 @@ from kvpass.lowering.formats import Sections, plain
 
 
 @class_by_class
-def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens) -> AttentionOutput:
+def chunk_step(layout: Layout, attention: CachedAttention, slots: Slots, new: NewTokens) -> AttentionOutput:
     """Attend with a chunk of queries to [slots, chunk], under the model's own mask.
 
     Args:
@@ -29,29 +29,29 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
         new: the chunk.
 
     Returns:
-        The results of attention with the statistics of the chunk (`kvpass.lowering.attention_statistics`), over columns
-        [slots, chunk].  Statistics leave out the policy's bias.  If the layout crops, they are followed by the query,
-        keys, mask and sink of a `StatisticsOperands`.  Slots in classes have these results of every class.
+        The results of attention, and the statistics of the chunk over the keys of [slots, chunk], without the policy's
+        bias.  If the layout crops, the query, keys, mask and sink of a `StatisticsOperands` follow the statistics.
+        Slots in classes have these results for each class.
     """
     policy, (query, key, value, valid) = layout.policy, new
     chunk = query.shape[2]
-    tokens, rotate = slots.tokens(layout), call.rotate
+    tokens, rotate = slots.tokens(layout), attention.rotate
     query = with_logit_scale(policy, query, tokens.live.sum(-1)[:, :1] + valid.sum(-1, keepdim=True))
-    stored, rows = (part.read_as(layout.dtype) for part in stored_vectors(layout, call, slots, tokens))
+    stored, cached_values = (part.read_as(layout.dtype) for part in stored_vectors(layout, attention, slots, tokens))
     rotated = stored if rotate is None else torch.cat(rotate(Sections((stored,)), slots.rank), -1)
     keys = torch.cat([rotated, key.to(rotated.dtype)], 2)
-    values, key_features = torch.cat([rows, value.to(rows.dtype)], 2), list[Tensor]()
-    if call.compute_keys is not None:
-        keys, values, key_features = call.compute_keys(keys, values)
-    mask, bias = _chunk_mask(layout, call, slots, valid, key_features)
+    values, key_features = torch.cat([cached_values, value.to(cached_values.dtype)], 2), list[Tensor]()
+    if attention.compute_keys is not None:
+        keys, values, key_features = attention.compute_keys(keys, values)
+    mask, bias = _chunk_mask(layout, attention, slots, valid, key_features)
     dtype = query.dtype
-    if dtype == torch.float16 and bias is not None and (call.decomposed or bias.dtype != dtype):
+    if dtype == torch.float16 and bias is not None and (attention.decomposed or bias.dtype != dtype):
         dtype = torch.float32  # float16 cannot hold the values that mask tokens
     full_mask = _per_head(_combined_mask(mask, bias, dtype), query, keys, layout.heads)
-    operands = chunk_operands(layout, call.scale, call.cap, query, keys, full_mask, call.sink_logit)
+    operands = chunk_operands(layout, attention.scale, attention.cap, query, keys, full_mask, attention.sink_logit)
     policy_bias = logit_bias(policy, tokens, query.shape[1] // layout.heads)
     lse, computed = None, None
-    if policy_bias is None and _by_library(call) and fuses_attention(policy, query, keys, values, full_mask):
+    if policy_bias is None and _by_library(attention) and fuses_attention(policy, query, keys, values, full_mask):
         output, *computed = statistics(policy, operands, valid, tokens.budget, values)
     else:
         attention_mask = full_mask
@@ -59,8 +59,8 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
             policy_bias = torch.nn.functional.pad(policy_bias, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
             both = add_biases(bias, policy_bias)
             attention_mask = _per_head(_combined_mask(mask, both, dtype), query, keys, layout.heads)
-        output, lse = _attend_chunk(call, query, keys, values, attention_mask)
-    output = _with_unknown_outputs(call, slots, output, (full_mask, bias), valid)
+        output, lse = _attend_chunk(attention, query, keys, values, attention_mask)
+    output = _with_unknown_outputs(attention, slots, output, (full_mask, bias), valid)
     if computed is None:
         computed = statistics(policy, operands, valid, tokens.budget) if policy.statistics else []
     keeps_operands = layout.crops and bool(policy.statistics)
@@ -69,30 +69,30 @@ def chunk_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToke
 
 
 def chunk_operands(layout: Layout, scale: float, cap: float | None, *operands: Any) -> StatisticsOperands:
-    """Return the attention of a chunk to [slots, chunk] from its query, keys, mask and, if it has one, sink."""
+    """Return a chunk's attention to [slots, chunk] from its query, keys, mask and optional sink."""
     named = dict(zip(("query", "key", "mask", "sink_logit"), operands, strict=False))
     return StatisticsOperands(**named, causal=False, scale=scale, cap=cap, heads=layout.heads, sharding=layout.sharding)
 
 
-def _by_library(call: CachedAttention) -> bool:
+def _by_library(attention: CachedAttention) -> bool:
     """Return whether scaled_dot_product_attention computes all that the model reads."""
-    return call.cap is None and call.sink_logit is None and not call.lse
+    return attention.cap is None and attention.sink_logit is None and not attention.lse
 
 
 def _attend_chunk(
-    call: CachedAttention, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+    attention: CachedAttention, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output under a mask [B, Hq, Ha or 1, q, N], and the log-sum-exp if it is read."""
     heads = keys.shape[1]
     grouped = torch.unflatten(query, 1, (heads, -1))
-    if _by_library(call) and not by_kernel(grouped):
-        return _library_attention(call.scale, grouped, keys, values, mask), None
+    if _by_library(attention) and not by_kernel(grouped):
+        return _library_attention(attention.scale, grouped, keys, values, mask), None
     heads_mask = by_group(mask, heads)
     allowed, bias = (heads_mask, None) if heads_mask.dtype == torch.bool else (heads_mask != -torch.inf, heads_mask)
-    options: dict[str, Any] = dict(scale=call.scale, cap=call.cap, sink_logit=call.sink_logits(heads))
-    options |= dict(mask=allowed, bias=bias, with_logits=call.lse)
+    options: dict[str, Any] = dict(scale=attention.scale, cap=attention.cap, sink_logit=attention.sink_logits(heads))
+    options |= dict(mask=allowed, bias=bias, with_logits=attention.lse)
     output, _, logits = attend(grouped, plain(keys), plain(values), **options)
-    return output.flatten(1, 2), log_sum_exp(call, logits)
+    return output.flatten(1, 2), log_sum_exp(attention, logits)
 
 
 def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tens
 
 
 def _chunk_mask(
-    layout: Layout, call: CachedAttention, slots: Slots, valid: Tensor, key_features: list[Tensor]
+    layout: Layout, attention: CachedAttention, slots: Slots, valid: Tensor, key_features: list[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """Return mask [B, H', 1 or G, q, C + q] and bias of a chunk on [slots, chunk]."""
     count = valid.shape[1]
@@ -120,7 +120,8 @@ def _chunk_mask(
     mask = torch.cat([(slots.position >= 0)[:, :, None, None], new], -1)  # the same for all queries
     new_position = slots.seen[:, None] + valid.cumsum(-1) - 1
     position = torch.cat([slots.position, new_position[:, None].expand(-1, layout.metadata_heads, -1)], -1)
-    mask, bias = with_mask(mask, call.mask(index, position, key_features) if call.mask else None, call.hidden_logit)
+    own_mask = attention.mask(index, position, key_features) if attention.mask else None
+    mask, bias = with_mask(mask, own_mask, attention.hidden_logit)
     return mask.expand(-1, -1, -1, count, -1), bias
 
 
@@ -136,7 +137,7 @@ def _combined_mask(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Ten
 
 
 def _with_unknown_outputs(
-    call: CachedAttention, slots: Slots, output: Tensor, masks: tuple[Tensor, Tensor | None], valid: Tensor
+    attention: CachedAttention, slots: Slots, output: Tensor, masks: tuple[Tensor, Tensor | None], valid: Tensor
 ) -> Tensor:
     """Return a chunk's output [B, Hq, q, Dv] with NaN for the queries whose output is unknown.
 
@@ -144,7 +145,7 @@ def _with_unknown_outputs(
         masks: the mask with all biases, and the model's own bias.
     """
     mask, bias = masks
-    unknown_queries = call.unknown_queries(slots, valid, None if bias is None else bias.dtype)
+    unknown_queries = attention.unknown_queries(slots, valid, None if bias is None else bias.dtype)
     if unknown_queries is None:
         return output
     highest = torch.where(mask.any(-1), 0.0, -torch.inf) if mask.dtype == torch.bool else mask.amax(-1)

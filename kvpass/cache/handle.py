@@ -53,13 +53,12 @@ class Handle(Tensor):
             if name in _ACTIONS:
                 return _ACTIONS[name](*args, **(kwargs or {}))
             if name not in _METADATA:
-                given: Any = (args, kwargs)
-                lengths = (f"{each.length} " for each in optree.tree_leaves(given) if isinstance(each, Handle))
+                leaves: list[Any] = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
+                lengths = (f"{each.length} " for each in leaves if isinstance(each, Handle))
                 raise CacheHandleError(
-                    f"{name or func} on a cache of kvpass: its {next(lengths, '')}tokens live in slots and not "
-                    "in this tensor. Reordering rows, copying and moving work; anything else needs "
-                    "kvpass.inspect(cache) or an uncompiled model. If the model does this, torch ran it uncompiled: "
-                    "see why with TORCH_LOGS=graph_breaks."
+                    f"{name or func} on a cache of kvpass: its {next(lengths, '')}tokens live in slots and not in this "
+                    "tensor. Reorder rows, copy or move the cache, or read it with kvpass.inspect(cache). If the "
+                    "model does this, torch ran it uncompiled: TORCH_LOGS=graph_breaks says why."
                 )
         with tensors.without_torch_functions():
             return func(*args, **(kwargs or {}))
@@ -181,8 +180,8 @@ def _crop(handle: Handle, kept: int) -> Handle:
         _check_current(handle)
     if stored < handle.length:
         raise CacheHandleError(
-            f"{stored - kept} tokens were to be cropped from a layer with its own sliding window, which stores "
-            f"{stored} of the {handle.length} that it has seen"
+            f"cannot crop {stored - kept} tokens: a layer with its own sliding window stores {stored} of the "
+            f"{handle.length} tokens that it has seen; copy the cache (copy.deepcopy) before these tokens instead"
         )
     return handle_like(handle, cache.crop(stored - kept, handle.part))
 
@@ -212,7 +211,7 @@ def _type(handle: Handle, dtype: Any = None, *_: Any, **__: Any) -> str:
 
 
 def _cuda(handle: Handle, device: Any = None, *_: Any, **__: Any) -> Handle:
-    """Move to a GPU, by default the present one; an index is a GPU's."""
+    """Move to a GPU, by its index, or to the current one."""
     if device is None:
         return _to(handle, "cuda")
     return _to(handle, torch.device("cuda", device) if isinstance(device, int) else device)
@@ -247,16 +246,21 @@ def current_cache(value: Any, part: KeyOrValue, backend: CacheOwner) -> LayerCac
     with tensors.without_torch_function():
         shape = tuple(value.shape)
     if shape[:3] != _shape_of(cache, value.token_dim):
-        raise CacheHandleError(f"a cache handle has the shape {shape}, not {_shape_of(cache, value.token_dim)} and D")
+        raise CacheHandleError(
+            f"a layer's cache has the shape {shape}, not {_shape_of(cache, value.token_dim)} and D as kvpass made it: "
+            "pass the cache that the model returned"
+        )
     if cache.backend is not backend and cache.backend.cache_settings != backend.cache_settings:
-        raise CacheHandleError(f"this cache was made by {cache.backend} and cannot be continued by {backend}")
+        raise CacheHandleError(
+            f"this cache was made by {cache.backend} and cannot be continued by {backend}: use the same settings"
+        )
     return cache
 
 
 def check_order_and_lengths(caches: list[LayerCache]) -> None:
     """Raise CacheHandleError if a graph's caches, in the order of its layers, are exchanged or differ in length."""
     if len({cache.number for cache in caches}) < len(caches):
-        raise CacheHandleError("one layer's cache was given back for two layers: every layer has its own cache")
+        raise CacheHandleError("one layer's cache was passed for two layers: pass each layer its own cache")
     for index, (cache, following) in enumerate(itertools.pairwise(caches)):
         if cache.number > following.number:
             raise CacheHandleError(

@@ -81,7 +81,7 @@ class DeferredChecks:
         self.failure: KVPassError | None = None
 
     def copy(self) -> DeferredChecks:
-        """Return the same conditions for a copy of the cache, which then gets others."""
+        """Return a copy; conditions that are added to one later are not added to the other."""
         result = DeferredChecks()
         result.pending, result.failure = [*self.pending], self.failure
         return result
@@ -101,18 +101,16 @@ class DeferredChecks:
         failures = (error for _, answer, error in computed if not bool(answer))
         self.failure = self.failure or next(failures, None)
         if self.failure is not None:
-            raise copy.copy(self.failure)  # the instance itself would collect the frames of each time
+            raise copy.copy(self.failure)  # raising one instance again would add to its traceback
 
 
 class CacheOwner(Protocol):
-    """The properties that a cache reads of the backend that made it.
+    """The backend that made a cache, as far as the cache reads it.
 
     Attributes:
-        policy, budget: see `kvpass.backend`.
+        policy, budget, crop, kv_dtype: see `kvpass.backend`.
         cache_settings: settings that another backend must share to continue the cache.
-        crop: how many of the last tokens can be cropped.
-        kv_dtype: the storage format of keys and values; None for the model's dtype.
-        cache_numbers: numbers the caches in the order in which they are made.
+        cache_numbers: yields the number of each new cache.
     """
 
     @property
@@ -186,17 +184,17 @@ class LayerCache:
         return self.length if self.window is None else min(self.length, self.window)
 
     def select(self, operation: str, argument: Any, part: KeyOrValue, apply: Callable[[Tensor], Tensor]) -> LayerCache:
-        """Return the cache with other rows.  The same selection for K and then for V gives one cache.
+        """Return the cache with other rows.
 
-        The same selection for the same part again gives a second copy.
+        The same selection for K and then for V returns one cache.  The same selection for K again returns another.
 
         Args:
             apply: the selection as a function of batch-first tensors.
         """
-        self._selections = [picked for picked in self._selections if picked.result() is not None]
-        for i, picked in enumerate(self._selections):
-            result = picked.result()
-            if result is not None and picked.serves(operation, argument, self.length, part):
+        self._selections = [selection for selection in self._selections if selection.result() is not None]
+        for i, selection in enumerate(self._selections):
+            result = selection.result()
+            if result is not None and selection.serves(operation, argument, self.length, part):
                 del self._selections[i]  # the next equal selection for this part makes another copy
                 return result
         result = self.map_rows(apply)
@@ -205,7 +203,7 @@ class LayerCache:
         return result
 
     def crop(self, tokens: int, part: KeyOrValue) -> LayerCache:
-        """Return the cache without its last tokens.  The same crop of K and then of V gives one cache."""
+        """Return the cache without its last tokens; the same crop of K and then of V returns one cache."""
         last = self.cropped
         if last is not None and (last.tokens, last.left, last.result.length) == (tokens, part, self.length - tokens):
             self.cropped = dataclasses.replace(last, left=None)

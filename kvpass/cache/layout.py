@@ -23,7 +23,7 @@ ROW_BUDGET = "row_budget"
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """All that a compiled decode graph depends on; a different layout needs another graph.
+    """The properties on which a compiled decode graph depends; another layout needs another graph.
 
     Attributes:
         policy: the eviction policy.
@@ -89,11 +89,11 @@ class Layout:
         return 1 if self.policy.heads == "shared" else self.heads
 
     def __post_init__(self) -> None:
-        _ = self.key_format, self.value_format  # raises for rows that cannot be stored
+        _ = self.key_format, self.value_format  # raises for vectors that cannot be stored
 
     @property
     def eviction(self) -> Policy | PinnedTokens | FairSpans | PeriodicEviction:
-        """The hooks by which tokens are evicted."""
+        """The hooks that evict tokens."""
         hooks = self.pinned_tokens or (FairSpans(self.policy) if self.policy.spans else self.policy)
         return PeriodicEviction(hooks, self.policy) if self.policy.interval > 1 else hooks
 

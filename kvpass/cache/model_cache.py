@@ -66,12 +66,12 @@ def tensors_of(cache: Any) -> list[Tensor]:
 
 
 def has_handles(value: Any) -> bool:
-    """Return whether an argument, under any name, is a cache whose keys are handles."""
+    """Return whether a value is a cache whose keys are handles."""
     return not isinstance(value, Tensor) and any(isinstance(key, Handle) for key in key_tensors(value))
 
 
 def ordinary_keys(cache: Any) -> int:
-    """Return the keys of all heads and layers of a cache; 0 for a cache of kvpass."""
+    """Return the number of keys of all heads and layers in a cache; 0 for a cache of kvpass."""
     counts = [key.shape[1] * key.shape[2] for key in key_tensors(cache) if key.ndim == 4]  # in either order
     return 0 if has_handles(cache) else sum(counts)
 
@@ -105,11 +105,11 @@ def _caches_of_output(output: Any) -> Iterator[Any]:
 
 
 def refresh_handles(cache: Any, steps: int, become: Mapping[int, LayerCache] | None = None) -> Any:
-    """Return a model's cache object, or nested tuples of tensors, with handles at the present number of seen tokens.
+    """Return a model's cache object, or nested tuples of tensors, with handles of the current length.
 
     Args:
-        steps: the number of tokens by which a layer's own count advances.
-        become: other caches for the handles, by the id of a handle's present one; None to keep these.
+        steps: the number of new tokens, which is added to a layer's own count.
+        become: the new cache of each handle, by the id of its current one; None to keep the caches.
     """
     if isinstance(cache, Handle):
         return handle_like(cache, cache.cache if become is None else become[id(cache.cache)])

@@ -31,7 +31,7 @@ _OPTIONAL = ("first_ids", "rotated_key")
 
 
 def to_entry(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the entry of a cache in a file's header; its tensors are added to `tensors`, by names with `prefix`.
+    """Return a cache's entry for a file's header, and add its tensors to `tensors` under names with `prefix`.
 
     Raises:
         CacheHandleError: its heads are sharded over processes.
@@ -69,7 +69,7 @@ def from_entry(
         policy: the policy of the layer.
 
     Raises:
-        CacheFileError: the file has other sizes than its header says, or invalid numbers.
+        CacheFileError: the sizes of tensors contradict the header, or numbers are invalid.
     """
     layout = _layout_of(entry["layout"], backend, policy, device).with_head_classes()
     capacity, length, heads = (_read_count(entry, name) for name in ("capacity", "length", "heads"))
@@ -86,7 +86,7 @@ def from_entry(
 
 
 def _convert_vectors(slots: AnySlots, change: Callable[[Format, StoredTensors], StoredTensors]) -> Any:
-    """Return slots with the tensors of their keys and values changed by a function of a format and its tensors."""
+    """Return slots with a function of a format and its tensors applied to their keys and values."""
     if isinstance(slots, ClassedSlots):
         return dataclasses.replace(slots, by_class=tuple(_convert_vectors(part, change) for part in slots.by_class))
     key, value = (EncodedVectors(x.format, change(x.format, x.parts)) for x in (slots.key, slots.value))

@@ -109,7 +109,7 @@ class Slots:
     def kv_names(self) -> list[str]:
         """The names of the tensors that store the vectors of K and V."""
         named = (("key", self.key), ("value", self.value))
-        return ["key", "value", *(f"{name}_{part}" for name, rows in named for part in rows.format.names)]
+        return ["key", "value", *(f"{name}_{part}" for name, vectors in named for part in vectors.format.names)]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Slots:
         """Return slots like these with the tensors that `tensors` returned."""
@@ -134,7 +134,7 @@ class Slots:
         """Return int64 [B, Hkv, n], the sorted indices of cached tokens in the padded sequence, filled up with -1.
 
         Args:
-            pinned: leave out tokens that are not pinned.
+            pinned: whether to return pinned tokens only.
         """
         position = self.position
         if pinned:
@@ -153,20 +153,20 @@ class Slots:
             self.state[ROW_BUDGET].add_(mask)
 
     def snapshot(self, layout: Layout, chunk: bool) -> SlotSnapshot:
-        """Return the record that restores these slots after a step, or after a chunk, that is about to run."""
+        """Return the record that restores these slots after the next call, a decode step or a chunk."""
         return SlotSnapshot(self, () if chunk else (SavedContent.of(layout, self),))
 
     @property
     def by_class(self) -> tuple[Slots, ...]:
-        """The slots of each class of heads: these."""
+        """The slots of each class of heads; these slots have one class."""
         return (self,)
 
     def joined_classes(self, layout: Layout) -> Slots:
-        """Return the slots of all heads in one rectangle: these."""
+        """Return these slots, which have all heads in one rectangle."""
         return self
 
     def with_state_of(self, layout: Layout, budgets: Sequence[int]) -> Slots:
-        """Return these slots with the entries of a layout's state; the budgets of rows begin at `budgets`."""
+        """Return these slots with the entries of a layout's state; new row budgets are `budgets`."""
         fresh = empty_state(dataclasses.replace(layout, capacity=self.capacity))
         if ROW_BUDGET in fresh:
             fresh[ROW_BUDGET].copy_(torch.tensor(budgets).view(-1, 1, 1))
@@ -205,7 +205,7 @@ def select_heads(x: Tensor, heads: Tensor) -> Tensor:
 class ClassedSlots:
     """The slots of a layer whose KV heads have different budgets, one rectangle for each class of heads.
 
-    Which head is in which class is data, so each row of a batch has its own order, and one graph serves all.
+    The order of heads is a tensor: each row of a batch has its own, and one graph serves all orders.
 
     Attributes:
         by_class: the slots of each class, see `Layout.by_class`.
@@ -269,15 +269,15 @@ class ClassedSlots:
 
     def on_meta(self, layout: Layout) -> ClassedSlots:
         """Return these slots with vectors in a layout's formats on the meta device."""
-        pairs = zip(self.by_class, layout.by_class, strict=True)
-        return dataclasses.replace(self, by_class=tuple(part.on_meta(each) for part, each in pairs))
+        parts = zip(self.by_class, layout.by_class, strict=True)
+        return dataclasses.replace(self, by_class=tuple(part.on_meta(each) for part, each in parts))
 
     def joined_classes(self, layout: Layout) -> Slots:
         """Return copies of the slots of all heads in one rectangle, the heads in the model's order."""
         rectangle = dataclasses.replace(layout, classes=(), capacity=self.capacity)
         slots = Slots.empty(rectangle)
-        columns = zip(*(part.tensors() for part in self.by_class), strict=True)
-        joined = [self._join_classes(each, like) for each, like in zip(columns, slots.tensors(), strict=True)]
+        tensors_by_name = zip(*(part.tensors() for part in self.by_class), strict=True)
+        joined = [self._join_classes(each, like) for each, like in zip(tensors_by_name, slots.tensors(), strict=True)]
         return slots.with_tensors(joined)
 
     def _join_classes(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -286,13 +286,13 @@ class ClassedSlots:
             return parts[0].clone()
         padded = []
         for part in parts:
-            columns = like[:, : part.shape[1]].clone()
-            (columns[:, :, : part.shape[2]] if like.ndim > 2 else columns).copy_(part)
-            padded.append(columns)
+            widened = like[:, : part.shape[1]].clone()
+            (widened[:, :, : part.shape[2]] if like.ndim > 2 else widened).copy_(part)
+            padded.append(widened)
         return select_heads(torch.cat(padded, 1), self.inverse)
 
     def snapshot(self, layout: Layout, chunk: bool) -> SlotSnapshot:
-        """Return the record that restores these slots, see `Slots.snapshot`."""
+        """Return the record that restores these slots after the next call."""
         return SlotSnapshot(self, () if chunk else tuple(map(SavedContent.of, layout.by_class, self.by_class)))
 
     def cached_indices(self, layout: Layout, pinned: bool = False) -> Tensor:
@@ -329,15 +329,15 @@ class SavedContent:
         )
 
     def write_to(self, slots: Slots) -> None:
-        for rows, parts in ((slots.key, self.key), (slots.value, self.value)):
-            for buffer, part in zip(rows.parts, parts, strict=True):
+        for vectors, parts in ((slots.key, self.key), (slots.value, self.value)):
+            for buffer, part in zip(vectors.parts, parts, strict=True):
                 buffer[slice(None) if self.slot_index is None else self.slot_index] = part
         for buffer, other in zip(slots.metadata, self.others, strict=True):
             buffer.copy_(other)
 
 
-def _clone_vectors(rows: EncodedVectors, slot_index: SlotIndices | None) -> StoredTensors:
-    return tuple(part.clone() if slot_index is None else part[slot_index] for part in rows.parts)
+def _clone_vectors(vectors: EncodedVectors, slot_index: SlotIndices | None) -> StoredTensors:
+    return tuple(part.clone() if slot_index is None else part[slot_index] for part in vectors.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,8 +346,7 @@ class SlotSnapshot:
 
     Attributes:
         slots: the buffers.
-        saved: per class, the content that a step overwrites; () if the call leaves these slots unchanged, as a chunk
-            does, which is admitted to others.
+        saved: for each class of heads the content that a decode step overwrites; () for a chunk, which overwrites none.
     """
 
     slots: AnySlots
@@ -373,12 +372,13 @@ def empty_slots(layout: Layout) -> AnySlots:
 
 
 def empty_state(layout: Layout) -> State:
-    """Return the policy's state for slots without tokens; its entries must not have the names of other tensors."""
+    """Return the policy's state for slots without tokens; refuse entries with the names of other tensors."""
     own, taken = {**layout.policy.state(), **layout.policy.row_state()}, {*READ_ONLY_STATE, *Slots.__annotations__}
     formats = {"key": layout.key_format, "value": layout.value_format}
     taken |= {f"{name}_{part}" for name, each in formats.items() for part in each.names}
     if used := sorted(own.keys() & taken):
-        raise PolicyError(f"{type(layout.policy).__qualname__}: its state cannot have an entry {used[0]!r}: rename it")
+        owner = type(layout.policy).__qualname__
+        raise PolicyError(f"{owner}: its state cannot have an entry {used[0]!r}, a tensor of the slots: rename it")
     shape, device = (layout.batch, layout.metadata_heads), layout.device
     state = {
         name: torch.zeros(*shape, layout.capacity, dtype=dtype, device=device) for name, dtype in layout.state().items()
@@ -406,7 +406,7 @@ def next_free(layout: Layout, slots: Slots) -> Tensor:
 def next_rank(position: Tensor, free: Tensor, decodes: bool) -> Tensor:
     """Return int64 [B], the rank of the first new token when it attends, from tensors of `Slots`.
 
-    A chunk attends to all cached tokens; a token that `decodes` does not attend to the one that it overwrites, if any.
+    A chunk attends to all cached tokens.  A decode step does not attend to the token that it overwrites.
     """
     live = position[:, 0] >= 0  # [B, C]
     overwritten = live.gather(-1, free[:, :1])[:, 0].long()  # [B], 1 if the new token overwrites a token

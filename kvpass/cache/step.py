@@ -25,39 +25,39 @@ from kvpass.policies.types import Attention, State, Tokens
 
 @class_by_class
 def decode_step(
-    layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens, compact: bool = False
+    layout: Layout, attention: CachedAttention, slots: Slots, new: NewTokens, compact: bool = False
 ) -> AttentionOutput:
     """Write one token to the free slot, attend, let the policy observe, and free the next slot.
 
     Args:
         slots: overwritten in place.
         new: one token of each row.
-        compact: build the graph that compacts, which the host runs when `Policy.tick` says so.
+        compact: whether to compact the slots instead of evicting one token.
     """
     policy, valid = layout.policy, new.valid
     vectors = (EncodedVectors.of(layout.key_format, new.key), EncodedVectors.of(layout.value_format, new.value))
     tokens, index = _with_new_token(layout, slots, vectors, valid)
-    written = row_indices(slots.free if call.write_slots is None else call.write_slots, layout.heads)
-    rows = valid[:, None, None] if policy.overwrites else None
+    written = row_indices(slots.free if attention.write_slots is None else attention.write_slots, layout.heads)
+    only = valid[:, None, None] if policy.overwrites else None
     for buffer, vector in zip((slots.key, slots.value), vectors, strict=True):
-        buffer.write_vector(written, vector, rows)
-    view = _QueryView.of(layout, call, slots, tokens, index, new)
+        buffer.write_vector(written, vector, only)
+    view = _QueryView.of(layout, attention, slots, tokens, index, new)
     attended, probs, logits = view.attend(with_logits=bool(policy.statistics))
-    attention = _single_query_statistics(layout, probs, valid)
+    statistics = _single_query_statistics(layout, probs, valid)
     if "logits" in policy.statistics and (compact or "older_peak" in policy.statistics):
         assert logits is not None
-        seen_logits = logits if view.policy_bias is None else view.logits()  # without the policy's own bias
-        seen_logits = regrouped(seen_logits, layout.heads)[..., 0, :].float().clamp_min(LOWEST)
-        attention = dataclasses.replace(attention, logits=seen_logits)
-    tokens, victim = (_compact if compact else _evict)(layout, call, slots, tokens, attention)
+        unbiased = logits if view.policy_bias is None else view.logits()  # without the policy's own bias
+        unbiased = regrouped(unbiased, layout.heads)[..., 0, :].float().clamp_min(LOWEST)
+        statistics = dataclasses.replace(statistics, logits=unbiased)
+    tokens, victim = (_compact if compact else _evict)(layout, attention, slots, tokens, statistics)
     if policy.aligns == ("compact" if compact else "step"):
-        tokens = tokens.with_state(align(layout, slots, tokens, call.policy_weights or layout.policy_weights, 1))
+        tokens = tokens.with_state(align(layout, slots, tokens, attention.policy_weights or layout.policy_weights, 1))
     _commit(slots, tokens, index, victim)
     return attended
 
 
 @class_by_class
-def read_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewTokens) -> AttentionOutput:
+def read_step(layout: Layout, attention: CachedAttention, slots: Slots, new: NewTokens) -> AttentionOutput:
     """Attend to the tokens of an earlier `decode_step`, for a layer that shares its cache.
 
     Args:
@@ -66,7 +66,7 @@ def read_step(layout: Layout, call: CachedAttention, slots: Slots, new: NewToken
     """
     vectors = (EncodedVectors.of(layout.key_format, new.key), EncodedVectors.of(layout.value_format, new.value))
     tokens, index = _with_new_token(layout, slots, vectors, new.valid)
-    return _QueryView.of(layout, call, slots, tokens, index, new).attend(with_logits=False)[0]
+    return _QueryView.of(layout, attention, slots, tokens, index, new).attend(with_logits=False)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _QueryView:
         policy_bias: the policy's bias, broadcastable to the same shape.
     """
 
-    call: CachedAttention
+    attention: CachedAttention
     query: Tensor
     key: EncodedVectors
     value: EncodedVectors
@@ -92,63 +92,64 @@ class _QueryView:
 
     @staticmethod
     def of(
-        layout: Layout, call: CachedAttention, slots: Slots, tokens: Tokens, index: Tensor, new: NewTokens
+        layout: Layout, attention: CachedAttention, slots: Slots, tokens: Tokens, index: Tensor, new: NewTokens
     ) -> _QueryView:
         query = new.query
         grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
         grouped = with_logit_scale(layout.policy, grouped, tokens.live.sum(-1)[:, :1])
         live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
-        key, value = stored_vectors(layout, call, slots, tokens)
+        key, value = stored_vectors(layout, attention, slots, tokens)
         key_features: list[Tensor] = []
-        if call.compute_keys is not None:
-            keys, values, key_features = call.compute_keys(key.read_as(layout.dtype), value.read_as(layout.dtype))
+        if attention.compute_keys is not None:
+            keys, values, key_features = attention.compute_keys(key.read_as(layout.dtype), value.read_as(layout.dtype))
             key, value = plain(keys), plain(values)
-        mask = call.mask(index, tokens.position, key_features) if call.mask else None
-        mask, bias = with_mask(live, mask, call.hidden_logit)
+        mask = attention.mask(index, tokens.position, key_features) if attention.mask else None
+        mask, bias = with_mask(live, mask, attention.hidden_logit)
         policy_bias = logit_bias(layout.policy, tokens, grouped.shape[2])
         policy_bias = None if policy_bias is None else policy_bias[..., None, :]
         heads = key.shape[1]
         if heads != layout.heads:  # keys are computed from stored vectors
             grouped, mask = regrouped(grouped, heads), _regroup_mask(mask, heads)
             bias, policy_bias = (None if b is None else _regroup_mask(b, heads) for b in (bias, policy_bias))
-        rope = None if call.rope is None else dataclasses.replace(call.rope, rank=tokens.rank)
-        unknown = call.unknown_queries(slots, new.valid[:, None], None if bias is None else bias.dtype)
-        return _QueryView(call, grouped, key, value, mask, bias, policy_bias, _rotation(call, tokens), rope, unknown)
+        rope = None if attention.rope is None else dataclasses.replace(attention.rope, rank=tokens.rank)
+        unknown = attention.unknown_queries(slots, new.valid[:, None], None if bias is None else bias.dtype)
+        rotation = _rotation(attention, tokens)
+        return _QueryView(attention, grouped, key, value, mask, bias, policy_bias, rotation, rope, unknown)
 
     def attend(self, with_logits: bool) -> tuple[AttentionOutput, Tensor | None, Tensor | None]:
         """Attend with the query; return also probabilities and logits if `with_logits` or the model needs them.
 
         Probabilities and logits are [B, Ha, ., 1, C] in the dtype of `upcast`.
         """
-        call = self.call
+        attention = self.attention
         output, probs, logits = attend(
             self.query,
             self.key,
             self.value,
-            scale=call.scale,
+            scale=attention.scale,
             mask=self.mask,
             bias=add_biases(self.bias, self.policy_bias),
             rotate=self.rotate,
-            cap=call.cap,
-            sink_logit=call.sink_logits(self.key.shape[1]),
-            with_logits=with_logits or call.lse,
+            cap=attention.cap,
+            sink_logit=attention.sink_logits(self.key.shape[1]),
+            with_logits=with_logits or attention.lse,
             rope=self.rope,
             unknown_queries=self.unknown_queries,
         )
         output = output.flatten(1, 2)  # not later: the compiler moves a product to its first user
-        return AttentionOutput(output, ((self.mask, self.bias),), log_sum_exp(call, logits)), probs, logits
+        return AttentionOutput(output, ((self.mask, self.bias),), log_sum_exp(attention, logits)), probs, logits
 
     def logits(self) -> Tensor:
         """Return the logits of the keys before the softmax, [B, Ha, ., 1, C] in the dtype of `upcast`."""
         logits = capped(
-            query_key_logits(self.query, self.key, scale=self.call.scale, rotate=self.rotate), self.call.cap
+            query_key_logits(self.query, self.key, scale=self.attention.scale, rotate=self.rotate), self.attention.cap
         )
         return torch.where(self.mask, logits if self.bias is None else logits + self.bias.to(logits.dtype), -torch.inf)
 
 
-def log_sum_exp(call: CachedAttention, logits: Tensor | None) -> Tensor | None:
+def log_sum_exp(attention: CachedAttention, logits: Tensor | None) -> Tensor | None:
     """Return the log-sum-exp [B, Hq, q] of logits [B, Ha, ., q, N], if the model reads it."""
-    return logits.logsumexp(-1).flatten(1, 2) if call.lse and logits is not None else None
+    return logits.logsumexp(-1).flatten(1, 2) if attention.lse and logits is not None else None
 
 
 def _regroup_mask(mask: Tensor, heads: int) -> Tensor:
@@ -188,7 +189,7 @@ def _ranks_without(rank: Tensor, evicted: Tensor) -> Tensor:
 
 
 def with_logit_scale(policy: Policy, query: Tensor, count: Tensor) -> Tensor:
-    """Scale queries [B, ...] by the policy's factor on their logits for `count` [B, 1] tokens."""
+    """Scale queries [B, ...] by `Policy.logit_scale` for `count` [B, 1] tokens."""
     factor = policy.logit_scale(count)
     return query if factor is None else (query * factor.view(-1, *[1] * (query.ndim - 1))).to(query.dtype)
 
@@ -202,18 +203,18 @@ def logit_bias(policy: Policy, tokens: Tokens, groups: int) -> Tensor | None:
     return bias.expand(*[1] * (3 - len(leading)), *leading, tokens.position.shape[-1])
 
 
-def _rotation(call: CachedAttention, tokens: Tokens) -> RotateKeys | None:
-    rotate, rank = call.rotate, tokens.rank
+def _rotation(attention: CachedAttention, tokens: Tokens) -> RotateKeys | None:
+    rotate, rank = attention.rotate, tokens.rank
     if rotate is None or rank is None:
         return None
     return lambda keys: rotate(keys, rank)
 
 
 def with_mask(live: Tensor, mask: Tensor | None, hidden_logit: float | None) -> tuple[Tensor, Tensor | None]:
-    """Return the bool mask and the additive bias that `live` and the model's own mask give together.
+    """Combine `live` and the model's own mask to a bool mask and an additive bias.
 
-    A free slot is left out.  A key that the model hides by a finite number stays: a query without other keys attends to
-    it.
+    The mask hides free slots.  A key that the model hides by a finite number gets a bias instead, because a query
+    without other keys attends to it.
     """
     if mask is None or mask.dtype != torch.bool:
         return live, mask
@@ -233,18 +234,18 @@ def _single_query_statistics(layout: Layout, probs: Tensor | None, valid: Tensor
     """Return the statistics of one query from its probabilities."""
     if probs is None:
         return Attention(queries=valid.long()[:, None, None], sharding=layout.sharding)
-    row = regrouped(probs, layout.heads)[..., 0, :].float() * valid[:, None, None, None]  # [B, Hkv, G, C]
-    return Attention(row, row.square(), row, row, queries=valid.long()[:, None, None], sharding=layout.sharding)
+    sums = regrouped(probs, layout.heads)[..., 0, :].float() * valid[:, None, None, None]  # [B, Hkv, G, C]
+    return Attention(sums, sums.square(), sums, sums, queries=valid.long()[:, None, None], sharding=layout.sharding)
 
 
 def _evict(
-    layout: Layout, call: CachedAttention, slots: Slots, tokens: Tokens, attention: Attention
+    layout: Layout, attention: CachedAttention, slots: Slots, tokens: Tokens, statistics: Attention
 ) -> tuple[Tokens, Tensor]:
     """Let the policy observe and evict one token; return the other tokens and the next slot to write [B, H']."""
     policy = layout.policy
-    tokens = tokens.with_state(policy.observe(tokens, attention))
+    tokens = tokens.with_state(policy.observe(tokens, statistics))
     if policy.interval == 1:
-        tokens = rescore(layout, tokens, slots.key, slots.value, call.policy_weights)
+        tokens = rescore(layout, tokens, slots.key, slots.value, attention.policy_weights)
     victim = layout.eviction.victim(tokens)
     if policy.overwrites or not policy.evicts:
         return tokens, victim
@@ -274,12 +275,14 @@ def _merge_victim(layout: Layout, slots: Slots, rest: Tokens, victim: Tensor, va
 
 
 def _compact(
-    layout: Layout, call: CachedAttention, slots: Slots, tokens: Tokens, attention: Attention
+    layout: Layout, attention: CachedAttention, slots: Slots, tokens: Tokens, statistics: Attention
 ) -> tuple[Tokens, Tensor]:
     """Let the policy observe and compact; return the remaining tokens and the next slot to write [B, H']."""
     policy = layout.policy
     observe = policy.observe_chunk if policy.interval == 1 else policy.observe  # with an interval, as in other steps
-    tokens = rescore(layout, tokens.with_state(observe(tokens, attention)), slots.key, slots.value, call.policy_weights)
+    tokens = rescore(
+        layout, tokens.with_state(observe(tokens, statistics)), slots.key, slots.value, attention.policy_weights
+    )
     keep, changes = layout.eviction.compact(tokens)
     position = torch.where(keep, tokens.position, FREE)
     rank = rank_of(position) if layout.tracks_rank else None
@@ -288,12 +291,12 @@ def _compact(
 
 
 def stored_vectors(
-    layout: Layout, call: CachedAttention, slots: Slots, tokens: Tokens
+    layout: Layout, attention: CachedAttention, slots: Slots, tokens: Tokens
 ) -> tuple[EncodedVectors, EncodedVectors]:
     """Return the stored keys and values, aligned if the policy aligns them at read."""
     if layout.policy.aligns != "read":
         return slots.key, slots.value
-    policy_weights = call.policy_weights or layout.policy_weights
+    policy_weights = attention.policy_weights or layout.policy_weights
     stored = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
     key, value, _ = layout.policy.align(tokens, *stored, policy_weights, 0)
     return plain(key), plain(value)

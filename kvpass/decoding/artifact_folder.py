@@ -84,21 +84,21 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
     return sha256_hex(json.dumps(content, sort_keys=True).encode())
 
 
-def read_manifest(folder: Path, wanted: str | None) -> dict[str, Any]:
+def read_manifest(folder: Path, expected: str | None) -> dict[str, Any]:
     """Read a manifest, and check the digest of every file that it lists."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        version, said, files = manifest["version"], manifest["digest"], manifest["files"]
+        version, recorded, files = manifest["version"], manifest["digest"], manifest["files"]
     except OSError as error:
         raise ArtifactError(f"is not an artifact: {error}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"its manifest is damaged ({type(error).__name__}: {error})") from error
     tensor_files.check_version(version, VERSION, "export it again", ArtifactError)
-    found = manifest_digest(manifest)
-    if found != said:
+    computed = manifest_digest(manifest)
+    if computed != recorded:
         raise ArtifactError("its manifest was changed after it was written")
-    if wanted is not None and found != wanted:
-        raise ArtifactError(f"its digest is {found}, not {wanted}: it is another artifact")
+    if expected is not None and computed != expected:
+        raise ArtifactError(f"its digest is {computed}, not {expected}: it is another artifact")
     for name, expected in files.items():
         if Path(name).name != name:
             raise ArtifactError(f"its manifest names a file outside of it: {name!r}")

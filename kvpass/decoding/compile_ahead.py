@@ -75,9 +75,9 @@ def warm(
         BudgetError: a budget that the policy cannot work with, or that is too small for any prompt.
         UnsupportedGraph: the model cannot be rewritten.
     """
-    reads = getattr(model, "main_input_name", "input_ids")
-    if reads != "input_ids":
-        raise PolicyError(f"warm feeds token ids, and {type(model).__name__} reads {reads}: run an input of yours")
+    input_name = getattr(model, "main_input_name", "input_ids")
+    if input_name != "input_ids":
+        raise PolicyError(f"warm feeds token ids, and {type(model).__name__} reads {input_name}: run your own input")
     compile_model(model, policy, **settings)
     compiler: Backend = dynamo.backend_of(model)
     chosen, budget, skipped = compiler.policy, compiler.budget, SkippedConversations()

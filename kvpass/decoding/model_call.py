@@ -69,16 +69,16 @@ class ModelCall:
             position: int64 [B, q], counted over the real tokens.
             cache: the cache to continue; None for an empty one.
             logits_to_keep: the number of last tokens for which to compute logits, 0 for all.
-            omit_mask: do not pass mask and positions, for a prompt without padding.
+            omit_mask: whether to leave out mask and positions, for a prompt without padding.
             pins: the new tokens to pin.
 
         Raises:
             CacheHandleError: the returned cache does not count these tokens after the ones seen before, or it is not
                 of kvpass and tokens were to be pinned in it.
         """
-        given: dict[str, Any] = {} if omit_mask else dict(attention_mask=mask, position_ids=position)
-        given["logits_to_keep"] = logits_to_keep
-        named = {name: value for name, value in given.items() if name in self.parameter_names}
+        inputs: dict[str, Any] = {} if omit_mask else dict(attention_mask=mask, position_ids=position)
+        inputs["logits_to_keep"] = logits_to_keep
+        named = {name: value for name, value in inputs.items() if name in self.parameter_names}
         cache = self.empty_cache() if cache is None else cache
         with pinning(pins):
             out = name_parts(self.call(ids, **{self.cache_name: cache}, use_cache=True, **named))

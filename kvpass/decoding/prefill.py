@@ -122,23 +122,23 @@ def run_chunks(
         pinned: bool [B, T], the tokens to pin; None for none.
         on_top: see `prefill`.
     """
-    done, before = 0, mask.shape[1] - ids.shape[1]
+    fed, before = 0, mask.shape[1] - ids.shape[1]
     without_mask = before == 0 and bool(mask.all())  # attention with a mask takes twice the time in a prompt
     position = (mask.cumsum(-1) - 1).clamp(min=0)[:, before:]
     for count in chunk_lengths(ids.shape[1], chunk, before == 0):
-        part, upto = slice(done, done + count), before + done + count
+        part, upto = slice(fed, fed + count), before + fed + count
         new_ids, seen_mask, new_position = map(with_dynamic_length, (ids[:, part], mask[:, :upto], position[:, part]))
-        pins = None if pinned is None else Pins.of(pinned, done, done + count, on_top)
-        out = model_call(new_ids, seen_mask, new_position, cache, logits_to_keep, without_mask and done == 0, pins)
-        cache, done = model_access.cache_of_output(out), done + count
-        # A cache to continue has the slots that its prompt came to, so only a new cache needs the check of its budget.
+        pins = None if pinned is None else Pins.of(pinned, fed, fed + count, on_top)
+        out = model_call(new_ids, seen_mask, new_position, cache, logits_to_keep, without_mask and fed == 0, pins)
+        cache, fed = model_access.cache_of_output(out), fed + count
+        # The first prompt of a continued cache has converted a share to slots, so only a new cache is checked.
         for layer in caches_in(cache)[:1] if chunk is not None and before == 0 else []:
             refuse_share(layer.backend.budget)
         yield out
 
 
 def run_to_last(outputs: Iterator[Any]) -> Any:
-    """Return the last output after all were made; earlier outputs are released on the way."""
+    """Return the last output, and release each earlier one when the next is made."""
     return collections.deque(outputs, maxlen=1).pop()
 
 
@@ -200,7 +200,7 @@ def _first_layer(cache: Any) -> LayerCache:
     """Return the first layer of a model's cache, or raise CacheHandleError for one without handles."""
     found = caches_in(cache)
     if not found:
-        raise CacheHandleError(f"there is no kvpass cache in this {type(cache).__name__}; pass none for an empty one")
+        raise CacheHandleError(f"there is no kvpass cache in this {type(cache).__name__}; pass None for an empty one")
     return found[0]
 
 
@@ -208,6 +208,6 @@ def refuse_share(budget: Budget) -> None:
     """Raise BudgetError for a budget that is a share of the prompt, which chunks of a prompt cannot have."""
     if isinstance(budget, float):
         raise BudgetError(
-            f"budget={budget}: a share of the prompt is not known before all of it is; give a number of slots to "
-            "prompts that come in chunks"
+            f"budget={budget}: a share of the prompt is not known before its last chunk; give a number of slots to "
+            "prompts in chunks"
         )

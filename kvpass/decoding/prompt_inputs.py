@@ -17,7 +17,7 @@ def _has_values(x: Tensor) -> bool:
 
 
 def are_token_ids(x: Tensor) -> bool:
-    """Return whether a tensor holds readable integers: it is strided, not on meta, and not bool."""
+    """Return whether a tensor has integers that can be read: it is strided, not on meta, and not bool."""
     return _has_values(x) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
@@ -45,11 +45,11 @@ def padding_mask(ids: Tensor, mask: Tensor | None, length: int) -> Tensor:
     Raises:
         PolicyError: a mask of another shape, or padding that is not on the left of its row.
     """
-    wanted = (len(ids), length + ids.shape[1])
+    expected = (len(ids), length + ids.shape[1])
     if mask is None:
-        return torch.ones(wanted, dtype=torch.int64, device=ids.device)
+        return torch.ones(expected, dtype=torch.int64, device=ids.device)
     seen = f"for the {length} tokens before and the new ones" if length else "for the new tokens alone"
-    require(tuple(mask.shape) == wanted, "attention_mask", tuple(mask.shape), f"must be {wanted}, {seen}")
+    require(tuple(mask.shape) == expected, "attention_mask", tuple(mask.shape), f"must be {expected}, {seen}")
     mask = mask.to(ids.device, torch.int64, copy=True)
     behind = (mask[:, length:].diff(dim=-1) < 0).any(-1).tolist()
     if any(behind):
@@ -93,9 +93,9 @@ def _check_mask(pin: Tensor, real: Tensor) -> Tensor:
 
 def _mask_of_spans(pin: Sequence[Any], real: Tensor) -> Tensor:
     rows = [list(pin)] * len(real) if all(map(_is_span, pin)) else list(pin)
-    right = len(rows) == len(real) and all(isinstance(spans, Iterable) and all(map(_is_span, spans)) for spans in rows)
-    wanted = f"must be a list of spans (start, stop), or one such list for each of {len(real)} rows"
-    require(right, "pin", short_text(pin), wanted)
+    fits = len(rows) == len(real) and all(isinstance(spans, Iterable) and all(map(_is_span, spans)) for spans in rows)
+    message = f"must be a list of spans (start, stop), or one such list for each of {len(real)} rows"
+    require(fits, "pin", short_text(pin), message)
     position, mask = real.cumsum(-1) - 1, torch.zeros_like(real)
     for row, spans in enumerate(rows):
         count = int(real[row].sum())

@@ -24,13 +24,19 @@ from kvpass.lowering.layer_dedup.link import LinkedSegments
 from kvpass.runtime import exported_graphs, prompts, step_execution, steps
 from kvpass.runtime.call_context import collect_runs, publish_run
 
+UNUSED_IDS = (
+    "this model cannot be exported: its token ids are not read in its graph; read the ids that its forward is passed"
+)
+ONE_LENGTH = "this model cannot be exported: its budget holds prompts of one length alone; raise the budget"
+OUTSIDE_LOGITS = "this model cannot be exported: its logits are not computed in its graph; return them unchanged"
+
 
 @dataclasses.dataclass(frozen=True)
 class RecordedCall:
     """One call of the model in one graph.
 
     Attributes:
-        inputs: the tensors of the call by name: ids [B, q] and, if the model was given them, mask and positions.
+        inputs: the tensors of the call by name: ids [B, q] and, if the model takes them, mask and positions.
         before: the tokens seen before.
         result: the prompt or step that ran.
         logits: [B, 1, vocabulary].
@@ -45,7 +51,7 @@ class RecordedCall:
 
     @property
     def kind(self) -> tuple[str, int, bool]:
-        """The kind of the call: its kind of graph, the rows, and whether the model was given a mask."""
+        """The kind of graph, the rows, and whether the call passed a mask or positions."""
         rows, new = self.inputs["ids"].shape
         what = "prompt" if isinstance(self.result, prompts.PromptResult) else "step" if new == 1 else "chunk"
         return what, rows, len(self.inputs) > 1
@@ -83,11 +89,11 @@ class RecordedModel:
         names = {"attention_mask": "mask", "position_ids": "positions"}
         inputs = {"ids": ids} | {names[name]: value for name, value in named.items() if name in names}
         is_prompt = isinstance(ran[0], prompts.PromptResult)
-        result = self._object(model_access.cache_of_output(out)) if is_prompt else None
+        result = self._encode_cache(model_access.cache_of_output(out)) if is_prompt else None
         self.calls.append(RecordedCall(inputs, before, ran[0], find_logits(out), result))
         return out
 
-    def _object(self, cache: Any) -> Any:
+    def _encode_cache(self, cache: Any) -> Any:
         tensors: dict[str, Tensor] = {}
         encoded = CacheObjectWriter(caches_in(cache), self.backend, tensors).encode(cache, "cache")
         if tensors:
@@ -147,41 +153,38 @@ class _GraphWriter:
     def _entry(self, kind: tuple[str, int, bool], last: RecordedCall, alike: Sequence[RecordedCall]) -> dict[str, Any]:
         ids = next((i for i, x in enumerate(last.result.arguments) if x is last.inputs["ids"]), None)
         if ids is None:
-            raise UnsupportedGraph("this model cannot be exported: its token ids are not read in its graph")
+            raise UnsupportedGraph(UNUSED_IDS)
         if kind[0] == "prompt" and len({call.counts["new"] for call in alike}) == 1:
-            raise UnsupportedGraph(
-                "this model cannot be exported: its budget holds prompts of one length alone, which does not show what "
-                "depends on the length; raise the budget"
-            )
+            raise UnsupportedGraph(ONE_LENGTH)
         entry, read = self._prompt(last, ids) if kind[0] == "prompt" else self._step(last, alike, ids)
         logits = None if last.logits is None else index_of_tensor(last.result.results, last.logits)
         if logits is None:
-            raise UnsupportedGraph("this model cannot be exported: its logits are not computed in its graph")
+            raise UnsupportedGraph(OUTSIDE_LOGITS)
         arguments = {str(index): self._argument(index, alike) for index in sorted(read)}
         common = dict(kind=kind[0], rows=kind[1], masked=kind[2], logits=logits, arguments=arguments)
         return {**common, "count": len(last.result.arguments), **entry}
 
     def _prompt(self, last: RecordedCall, ids: int) -> tuple[dict[str, Any], set[int]]:
-        ran = last.result
-        assert isinstance(ran, prompts.PromptResult)
-        runner = ran.runner
+        result = last.result
+        assert isinstance(result, prompts.PromptResult)
+        runner = result.runner
         assert isinstance(runner, prompts.PromptRunner)
         entry, code = exported_graphs.prompt_entry(runner), runner.code.compiled
-        most = exported_graphs.longest_prompt(runner, ran.arguments, ids)
-        needed = set(code.reads if isinstance(code, LinkedSegments) else range(len(ran.arguments)))
+        most = exported_graphs.longest_prompt(runner, result.arguments, ids)
+        needed = set(code.reads if isinstance(code, LinkedSegments) else range(len(result.arguments)))
         needed |= {*entry["module_inputs"], *(index for indices in entry["key_projections"] for index in indices)}
         of_object = {"object": last.cache, "tokens": last.inputs["ids"].shape[1]}
         return {**entry, "code": self._code(code), "lengths": [2, most], "cache": of_object}, needed
 
     def _step(self, last: RecordedCall, alike: Sequence[RecordedCall], ids: int) -> tuple[dict[str, Any], set[int]]:
-        ran, variants = last.result, {}
-        assert isinstance(ran, step_execution.StepResult)
-        runner = ran.runner
+        result, variants = last.result, {}
+        assert isinstance(result, step_execution.StepResult)
+        runner = result.runner
         assert isinstance(runner, steps.StepRunner)
-        entry = exported_graphs.step_entry(runner, ran, ids)
-        chunk = ran.signature.query_len > 1
-        lengths = exported_graphs.chunk_length_range(runner, ran, ids) if chunk else (1, 1)
-        for each in [ran] if chunk else [call.result for call in alike]:
+        entry = exported_graphs.step_entry(runner, result, ids)
+        chunk = result.signature.query_len > 1
+        lengths = exported_graphs.chunk_length_range(runner, result, ids) if chunk else (1, 1)
+        for each in [result] if chunk else [call.result for call in alike]:
             assert isinstance(each, step_execution.StepResult)
             assert each.variant is not None
             if each.inputs.compact not in variants:
@@ -212,9 +215,9 @@ class _GraphWriter:
             return self._tensor(index, values, calls)
         if all(type(value) is type(first) and value == first for value in values):  # 1 == 1.0 == True
             return {"value": first}
-        pairs = [*zip(values, calls, strict=True)]
+        values_by_call = [*zip(values, calls, strict=True)]
         for name in calls[0].counts:
-            if all(call.counts[name] == value for value, call in pairs):
+            if all(call.counts[name] == value for value, call in values_by_call):
                 return {"count": name}
         return self._unknown(index, values)
 
@@ -222,9 +225,9 @@ class _GraphWriter:
         first = values[0]
         if all(value is first for value in values) and id(first) in self.names:
             return {"tensor": self.names[id(first)]}
-        pairs = [*zip(values, calls, strict=True)]
+        values_by_call = [*zip(values, calls, strict=True)]
         for name in calls[0].inputs:
-            if all(value is call.inputs[name] for value, call in pairs):
+            if all(value is call.inputs[name] for value, call in values_by_call):
                 return {"input": name}
         if all(value.dtype == first.dtype and torch.equal(value, first) for value in values):
             return {"saved": self.files.add_tensor(first)}
@@ -234,13 +237,13 @@ class _GraphWriter:
         kinds = ", ".join(sorted({type(value).__name__ for value in values}))
         raise UnsupportedGraph(
             f"this model cannot be exported: argument {index} of its graph, {kinds}, is neither a tensor of the model, "
-            "nor given to it, nor a constant"
+            "nor passed to it, nor a constant; make it a buffer of the model"
         )
 
 
 def _code_of_chunk(call: RecordedCall) -> Any:
     """Return the compiled code of a chunk; None for other calls, and for a chunk that ran uncompiled."""
-    ran = call.result
-    if not isinstance(ran, step_execution.StepResult) or ran.signature.query_len == 1 or ran.variant is None:
+    result = call.result
+    if not isinstance(result, step_execution.StepResult) or result.signature.query_len == 1 or result.variant is None:
         return None
-    return ran.variant.code.compiled
+    return result.variant.code.compiled

@@ -79,7 +79,7 @@ class RequestBatch(DecodeState):
                 )
 
     def insert(self, row: int, caches: Sequence[LayerCache], request: Request, logits: Tensor) -> int:
-        """Put a request, from caches of one row and its last logits [1, vocabulary], into a row; return its token."""
+        """Copy a request's caches of one row into a row; return the token sampled from its logits [1, vocabulary]."""
         length = caches[0].length
         self.set_length(max(length, self.length) if self.loop.takes_positions else length)
         for layer, one in zip(self.caches, caches, strict=True):
@@ -123,17 +123,17 @@ class RequestBatch(DecodeState):
         With a policy that evicts, rows only grow.  They shrink too with a policy that keeps every token, which has
         slots for a limited length, and for a model that takes no position ids.
         """
-        by, only_grows = length - self.length, self.caches[0].layout.policy.evicts and self.loop.takes_positions
-        if by == 0 or (by < 0 and only_grows):
+        shift, only_grows = length - self.length, self.caches[0].layout.policy.evicts and self.loop.takes_positions
+        if shift == 0 or (shift < 0 and only_grows):
             return
         if self.step is not None:
-            self.step.shift_counts(by)
+            self.step.shift_counts(shift)
         for layer in self.caches:
-            _pad_left(layer.slots, by)
-            layer.length += by
-        self.seen += by
+            _pad_left(layer.slots, shift)
+            layer.length += shift
+        self.seen += shift
         if self.step is None:
-            self.cache = refresh_handles(self.cache, by)
+            self.cache = refresh_handles(self.cache, shift)
 
     def run(self, count: int, exact: bool = False) -> list[list[int]]:
         """Decode `count` tokens for each row; on a CPU, and with `exact`, stop as soon as a row ends.
@@ -148,12 +148,12 @@ class RequestBatch(DecodeState):
             self.advance()
             if ended is not None and int(self.stopped.sum()) > ended:
                 break
-        columns: list[list[int]] = self.unread_tokens().tolist()
+        tokens: list[list[int]] = self.unread_tokens().tolist()
         self.unread_count = 0
-        return columns
+        return tokens
 
     def refresh_cache_object(self) -> None:
-        """Update the cache object as `DecodeState` does, without positions of padding, as requests change in a row."""
+        """Update the cache object as `DecodeState` does, and drop records of padding, as a row's request changes."""
         super().refresh_cache_object()
         for layer in self.caches:
             layer.absent = layer.absent[:, :0]
@@ -165,8 +165,8 @@ class RequestBatch(DecodeState):
 
     @property
     def variant(self) -> Any:
-        """Facts about sampling in the rows that the host decides, and that a CUDA graph depends on."""
-        return self.sampling.draws, self.sampling.limits
+        """The facts about sampling in the rows on which a CUDA graph depends."""
+        return self.sampling.draws, self.sampling.has_limits
 
     def mark_new_tokens(self, mask: Tensor) -> None:
         """Write into a padding mask which of the new tokens are real, in every column.
@@ -194,8 +194,8 @@ def check_holds_only_slots(cache: Any, empty: Any) -> None:
     Args:
         empty: the cache that the model's prompts begin with, None if the model makes its cache itself.
     """
-    begun = itertools.chain(getattr(empty, "layers", ()), itertools.repeat(None))
-    for number, (layer, before) in enumerate(zip(getattr(cache, "layers", ()), begun, strict=False)):  # it has no end
+    empty_layers = itertools.chain(getattr(empty, "layers", ()), itertools.repeat(None))  # without end
+    for number, (layer, before) in enumerate(zip(getattr(cache, "layers", ()), empty_layers, strict=False)):
         attributes = {name: _tensors(value) for name, value in vars(layer).items()}
         other = [
             name
@@ -236,11 +236,11 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
     return dataclasses.replace(one, layout=layout, slots=slots, **fresh)
 
 
-def _pad_left(slots: AnySlots, by: int) -> None:
-    """Add padding, or take it away if `by` is negative, to the left of all rows."""
+def _pad_left(slots: AnySlots, shift: int) -> None:
+    """Add `shift` tokens of padding to the left of all rows; remove as many if it is negative."""
     for part in slots.by_class:
-        part.index.copy_(torch.where(part.position >= 0, (part.index + by).clamp(min=0), part.index))
-        part.length.add_(by)
+        part.index.copy_(torch.where(part.position >= 0, (part.index + shift).clamp(min=0), part.index))
+        part.length.add_(shift)
         part.seen.clamp_(max=part.length)  # of a free row, which may have seen more tokens than the rows in use
 
 

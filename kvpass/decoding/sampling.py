@@ -48,7 +48,7 @@ class Sampling:
         if self.top_p is not None:
             logits = _keep_top_p(*logits.sort(-1, descending=True), self.top_p)
         noise = torch.empty_like(logits).exponential_(generator=generator)
-        # Exponential race: the clock of a token with rate p rings first with probability p.
+        # Exponential race: of exponential times with the rates p, a token's is the smallest with probability p.
         return (torch.softmax(logits, -1) / noise).argmax(-1)
 
 
@@ -59,11 +59,11 @@ def _keep_top_k(logits: Tensor, count: int) -> Tensor:
 
 
 def _keep_top_p(ordered: Tensor, order: Tensor, share: Tensor | float) -> Tensor:
-    """Return sorted logits in their own order, with minus infinity where more likely tokens already have the share."""
+    """Return sorted logits in their own order, with minus infinity for tokens outside of the top share."""
     probs = torch.softmax(ordered, -1)
-    out = probs.cumsum(-1) - probs >= share  # the most likely token always stays
-    out = out & (share < 1)  # a rounded sum may reach one before the last token
-    return torch.empty_like(ordered).scatter(-1, order, ordered.masked_fill(out, -torch.inf))
+    dropped = probs.cumsum(-1) - probs >= share  # the most likely token always stays
+    dropped = dropped & (share < 1)  # a rounded sum may reach one before the last token
+    return torch.empty_like(ordered).scatter(-1, order, ordered.masked_fill(dropped, -torch.inf))
 
 
 MAX_NOISE = 32.0
@@ -115,19 +115,19 @@ class RowSampling:
         return any(row.temperature > 0 for row in self.rows)
 
     @property
-    def limits(self) -> bool:
+    def has_limits(self) -> bool:
         """True if any row has top_k or top_p."""
         return any(row.top_k is not None or row.top_p is not None for row in self.rows)
 
-    def choose(self, logits: Tensor, made: Tensor) -> Tensor:
-        """Return the next tokens, int64 [R], from logits [R, vocabulary]; `made` counts each row's earlier tokens."""
+    def choose(self, logits: Tensor, generated: Tensor) -> Tensor:
+        """Return the next tokens, int64 [R], from logits [R, vocabulary]; `generated` counts each row's."""
         likeliest = logits.argmax(-1)
         if not self.draws:
             return likeliest
         sharp = _sharpen(logits, torch.where(self.temperature > 0, self.temperature, 1.0)[:, None])
-        if self.limits:
+        if self.has_limits:
             sharp = self._apply_limits(sharp)
-        drawn = (torch.softmax(sharp, -1) / self._noise(made, logits.shape[-1])).argmax(-1)
+        drawn = (torch.softmax(sharp, -1) / self._noise(generated, logits.shape[-1])).argmax(-1)
         return torch.where(self.temperature > 0, drawn, likeliest)
 
     def _apply_limits(self, logits: Tensor) -> Tensor:
@@ -136,11 +136,11 @@ class RowSampling:
         last = ordered.gather(-1, (self.top_k[:, None] - 1).clamp(0, logits.shape[-1] - 1))
         return _keep_top_p(ordered.masked_fill(ordered < last, -torch.inf), order, self.top_p[:, None])
 
-    def _noise(self, made: Tensor, vocabulary: int) -> Tensor:
+    def _noise(self, generated: Tensor, vocabulary: int) -> Tensor:
         """Return exponential random numbers of rate one, float32 [R, vocabulary], above zero."""
-        row = mix(mix(self.seed) + made)[:, None]
+        row = mix(mix(self.seed) + generated)[:, None]
         # From 1 on, as the hash of zero is zero: the first token of seed 0 would always be the token 0.
-        token = mix(row + 48271 * torch.arange(1, vocabulary + 1, device=made.device))
+        token = mix(row + 48271 * torch.arange(1, vocabulary + 1, device=generated.device))
         # log1p is precise near zero, where tokens win; the largest hashes round to one, whose logarithm is infinite.
         return (-torch.log1p(-(token.float() + 0.5) / (PRIME + 1))).clamp(max=MAX_NOISE)
 

@@ -49,8 +49,8 @@ class TokenAllowance:
         """Return the allowance of a conversation that begins with a prompt of `length` tokens.
 
         Args:
-            budget: as the user gave it; a share of this prompt is all of it for a policy that keeps every token.
-            model: the length of its table of learned positions, if it has one, limits all tokens.
+            budget: as the user gave it; under a policy that keeps every token, a share counts as the whole prompt.
+            model: limits all tokens by its table of learned positions, if it has one.
         """
         tokens = learned_positions(model)
         if not policy.evicts and budget is not None:
@@ -85,7 +85,7 @@ class TokenAllowance:
 
 
 class SkippedConversations:
-    """The synthetic conversations that exceed a budget, which are logged."""
+    """Log of the synthetic conversations that exceed a budget."""
 
     def __init__(self) -> None:
         self.errors: list[BudgetError | RequestError] = []
@@ -113,8 +113,8 @@ def prompt_lengths(budget: float | None, policy: Policy, model: Any, chunk: int 
     The second exceeds a budget of slots.  Graphs of prompts and of chunks are compiled at their second run.
 
     Args:
-        chunk: the tokens in a chunk of a prompt; the second prompt then has three chunks, and a rest, which joins the
-            first.  The first prompt has none, so that two lengths show which numbers are arguments of a prompt's graph.
+        chunk: the tokens in a chunk of a prompt; the first prompt then fits into a chunk, and the second has three
+            chunks and a remainder.  Two lengths show which arguments of a prompt's graph are lengths.
     """
     slots = budget if isinstance(budget, int) else None
     short, long = WITHOUT_BUDGET if slots is None else (max(2, slots * 3 // 4), slots + 16)
@@ -150,8 +150,8 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
     Raises:
         BudgetError: the budget is too small for every prompt.
     """
-    apart = copy.copy(loop)
-    apart.stop, apart.generator = loop.stop[:0], loop.sampling.generator(loop.device)
+    own_loop = copy.copy(loop)
+    own_loop.stop, own_loop.generator = loop.stop[:0], loop.sampling.generator(loop.device)
     pads = rows > 1 and "attention_mask" in loop.model_call.parameter_names
     skipped = SkippedConversations()
     for length in prompt_lengths(loop.backend.budget, loop.backend.policy, loop.model, loop.prefill_chunk):
@@ -159,13 +159,13 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
         if loop.rows is None:
             for padded in (False, True) if pads and length > 1 else (False,):
                 with skipped.conversation(f"prompts [{rows}, {length}]"):
-                    _converse(apart, rows, parts, padded)
+                    _converse(own_loop, rows, parts, padded)
         else:
             with skipped.conversation(f"requests of {length} tokens"):
                 if prefixes:
                     counts = [count for new, steps in parts for count in (new, *[1] * (steps > 0))]
                     SyntheticConversation(loop.model_call, loop.device).feed(*counts, chunk=loop.prefill_chunk)
-                _request(apart, length, parts[0][1])
+                _request(own_loop, length, parts[0][1])
     skipped.check()
 
 
@@ -186,7 +186,7 @@ def _request(loop: Any, length: int, steps: int) -> None:
 
 
 def failure(outputs: Mapping[str, GenerationOutput]) -> Exception | None:
-    """Return the error with which a request failed, which a loop of requests reports in its output; None without."""
+    """Return the error of a failed request, None if none failed."""
     return next((output.cause for output in outputs.values() if output.cause is not None), None)
 
 

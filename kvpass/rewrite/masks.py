@@ -34,7 +34,7 @@ class Masks:
             return None
         if window is None and not step.sizes.growing_dims(example_value(site.mask)):
             return ColumnMask([site.mask], step.query_len)
-        padding = tuple(node for node in step.padding_inputs.by_layer[layer] if node in step.padding_inputs.known)
+        padding = tuple(node for node in step.padding_inputs.by_layer[layer] if node in step.padding_inputs.unchanged)
         above = walk.ancestors(site.mask)
         key = site.mask, padding, window, *(node for node in (site.grown_key, site.grown_value) if node in above)
         if key not in self._cut:

@@ -29,16 +29,16 @@ class PaddingInputs:
 
     Attributes:
         by_layer: for each layer, the inputs that mark padding in all masks on its cache.
-        known: the inputs whose entry is known to be 1 for every cached token.
+        unchanged: those of them that are 1 for every cached token in this call.
     """
 
     by_layer: tuple[tuple[fx.Node, ...], ...]
-    known: frozenset[fx.Node]
+    unchanged: frozenset[fx.Node]
 
     def in_copy(self, copy_of: dict[fx.Node, fx.Node]) -> PaddingInputs:
         """Return the inputs in a copy of the graph; `copy_of` maps each node to its copy."""
         by_layer = tuple(tuple(copy_of[node] for node in nodes) for nodes in self.by_layer)
-        return PaddingInputs(by_layer, frozenset(copy_of[node] for node in self.known))
+        return PaddingInputs(by_layer, frozenset(copy_of[node] for node in self.unchanged))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,7 +68,7 @@ class BackendBase:
     """
     kv_store: ClassVar[KVStore] = KVStore()
     refused_loops: ClassVar[int] = 0
-    """The number of calls of loops that were refused, because of the model or of torch's graphs of it."""
+    """The number of calls of loops that kvpass refused, because of the model or of torch's graphs of it."""
 
     @property
     def cache_settings(self) -> tuple[Any, ...]:
@@ -88,21 +88,21 @@ class BackendBase:
         """Return a context whose running time is added to a name in the report's `Timings`."""
         return self.recorder.stopwatch.time_section(name) if self.recorder else contextlib.nullcontext()
 
-    def note_validation(self, graph: Literal["prompt", "step"], done: Validation) -> None:
+    def note_validation(self, graph: Literal["prompt", "step"], validation: Validation) -> None:
         """Record the result of the validation of a rewritten graph, and warn if there is none."""
-        if done.skipped is not None:
+        if validation.skipped is not None:
             message = (
                 f"the rewritten {graph} of this model could not be compared with the model's own: "
-                f"{done.skipped}. Pass validate=False if you have compared them"
+                f"{validation.skipped}. Pass validate=False if you have compared them"
             )
             warnings.warn(message, KVPassWarning, stacklevel=2)
         if self.recorder is not None:
-            self.recorder.stopwatch.add("validation", done.seconds)
-            result = "passed" if done.skipped is None else f"not possible: {done.skipped}"
-            if done.left_out:
-                calls = "1 call" if len(done.left_out) == 1 else f"{len(done.left_out)} calls"
-                result += f"; {calls} skipped (first: {done.left_out[0]})"
-            self.recorder.notes.append(f"validation of the {graph}, {done.seconds:.2f} s: {result}")
+            self.recorder.stopwatch.add("validation", validation.seconds)
+            result = "passed" if validation.skipped is None else f"not possible: {validation.skipped}"
+            if validation.left_out:
+                calls = "1 call" if len(validation.left_out) == 1 else f"{len(validation.left_out)} calls"
+                result += f"; {calls} skipped (first: {validation.left_out[0]})"
+            self.recorder.notes.append(f"validation of the {graph}, {validation.seconds:.2f} s: {result}")
 
     def compile_prompt(
         self, rewritten_gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node] = ()
@@ -140,10 +140,10 @@ class BackendBase:
         in_order = inductor.KEEP_THE_ORDER if self.policy.merges else {}
         return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if stores_unrotated_keys else {})
 
-    def rewrite(self, given: StepRewriteInput) -> tuple[StepContext, StepRewrite]:
+    def rewrite(self, rewrite_input: StepRewriteInput) -> tuple[StepContext, StepRewrite]:
         """Rewrite a step graph onto slots."""
         with self.time_section("kvpass"):
-            context = StepContext(given)
+            context = StepContext(rewrite_input)
             return context, rewrite_step(context, watch=self.record_pass)
 
     def record_pass(self, record: PassRecord, graph: fx.Graph) -> None:
@@ -158,7 +158,7 @@ class BackendBase:
         rewritten_gm: fx.GraphModule,
         examples: Sequence[Any],
         patches: dict[str, Any],
-        reshape: GraphChange,
+        prepare: GraphChange,
         layers: Sequence[fx.Node],
         exchangeable: Collection[Any] = (),
     ) -> Callable[..., Any]:
@@ -169,16 +169,16 @@ class BackendBase:
         if self.inner != "inductor":
             return dynamo.registered_backend(self.inner)(rewritten_gm, examples)
         if layers:
-            shared = layer_dedup.compile_deduplicated(
-                rewritten_gm, examples, layers, lambda part: self._patches(patches, reshape, part), exchangeable
+            deduplicated = layer_dedup.compile_deduplicated(
+                rewritten_gm, examples, layers, lambda part: self._patches(patches, prepare, part), exchangeable
             )
-            if shared is not None:
-                return shared
-        return inductor.inductor(rewritten_gm, examples, self._patches(patches, reshape, rewritten_gm))
+            if deduplicated is not None:
+                return deduplicated
+        return inductor.inductor(rewritten_gm, examples, self._patches(patches, prepare, rewritten_gm))
 
-    def _patches(self, patches: dict[str, Any], reshape: GraphChange, gm: fx.GraphModule | None) -> dict[str, Any]:
+    def _patches(self, patches: dict[str, Any], prepare: GraphChange, gm: fx.GraphModule | None) -> dict[str, Any]:
         modes = inductor.inductor_mode(self.mode) if self.mode else {}
-        stamp = inductor.graph_pass(graph_passes.pass_digest(reshape, gm), reshape)
+        stamp = inductor.graph_pass(graph_passes.pass_digest(prepare, gm), prepare)
         return inductor.vector_move_flags() | patches | modes | dict(self.options) | {inductor.GRAPH_PASS: stamp}
 
 

@@ -44,11 +44,11 @@ def grow_for(caches: list[LayerCache], query_len: int) -> None:
 def equalize_layouts(one: LayerCache, other: LayerCache) -> None:
     """Give one layer of two conversations the same state, and the larger of both capacities if it may vary."""
     layouts = (one.layout, other.layout)
-    pins, rows = any(layout.pins for layout in layouts), any(layout.row_budgets for layout in layouts)
+    pins, row_budgets = any(layout.pins for layout in layouts), any(layout.row_budgets for layout in layouts)
     most = max(layout.capacity for layout in layouts)
     for cache in (one, other):
-        grows = cache.layout.exact_capacity or rows
-        change_layout(cache, pins=pins, row_budgets=rows, capacity=most if grows else cache.layout.capacity)
+        grows = cache.layout.exact_capacity or row_budgets
+        change_layout(cache, pins=pins, row_budgets=row_budgets, capacity=most if grows else cache.layout.capacity)
 
 
 def change_layout(cache: LayerCache, **changes: Any) -> None:

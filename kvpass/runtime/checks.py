@@ -29,12 +29,12 @@ OWN_POSITIONS = (
 )
 PADDING_BETWEEN = (
     "the model's own position ids do not increase by one over the real tokens of a row, for example because they count "
-    "padding in between, but cached tokens are numbered by rank: pad on the left, pass position_ids that count real "
-    "tokens, or pass positions='absolute'"
+    "padding in between, but kvpass numbers cached tokens 0, 1, 2, ... without gaps: pad on the left, pass "
+    "position_ids that count real tokens, or pass positions='absolute'"
 )
 OTHER_STARTS = (
-    "position ids of several rotary embeddings begin at different numbers in a row, but a cached token has one rank "
-    "for all of them: use positions='absolute'"
+    "position ids of several rotary embeddings begin at different numbers in a row, but kvpass gives a cached token "
+    "one number for all of them: use positions='absolute'"
 )
 OTHER_ANGLES = (
     "this call rotates keys by other angles than the calls before, or scales them differently, for example because "
@@ -117,9 +117,9 @@ def _offsets(ids: Tensor, valid: Tensor) -> Tensor:
     return ids - (valid.long().cumsum(-1) - 1)
 
 
-def _is_constant(offsets: Tensor, valid: Tensor, wanted: Tensor) -> Tensor:
-    """Return whether the offsets [B, q] of real tokens equal the wanted offset of their row [B]."""
-    return ((offsets == wanted.to(offsets.device)[:, None]) | ~valid).all()
+def _is_constant(offsets: Tensor, valid: Tensor, expected: Tensor) -> Tensor:
+    """Return whether the offsets [B, q] of real tokens equal the expected offset of their row [B]."""
+    return ((offsets == expected.to(offsets.device)[:, None]) | ~valid).all()
 
 
 class RotationCheck:
@@ -139,8 +139,8 @@ class RotationCheck:
         """Return `RotaryProbe.run`, the same tensor as long as nothing changes."""
         last = self._last  # another thread may replace it
         if last is not None and all(
-            arguments[index] is known() and write_count(arguments[index]) == version
-            for index, known, version in last[0]
+            arguments[index] is reference() and write_count(arguments[index]) == version
+            for index, reference, version in last[0]
         ):
             return last[1]
         with dynamo.compile_lock():
@@ -170,7 +170,7 @@ class StepVerifier:
     def check_caches_match_layers(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
         """Check that each cache belongs to the layer that reads it, and has the prompt's window.
 
-        A layer is known by the tensors that project its keys, for models whose layers are separate graphs.
+        The tensors that project its keys identify a layer, for models whose layers are separate graphs.
 
         Raises:
             CacheHandleError: a cache is of another layer or model, or its heads are sharded differently.
@@ -187,7 +187,7 @@ class StepVerifier:
             if site.sharding != cache.layout.sharding:
                 raise CacheHandleError(
                     f"{walk.source_line(site.call)}: the cache was made with its heads sharded over processes as "
-                    f"{cache.layout.sharding}, and this step has {site.sharding}; run both by the same model"
+                    f"{cache.layout.sharding}, and this step has {site.sharding}: run both by the same model"
                 )
         for site, cache in zip(self._sites, caches, strict=True):
             if site.window != cache.window:

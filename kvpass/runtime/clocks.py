@@ -29,17 +29,17 @@ def next_clocks(
     """
     if not any(cache.clocks for cache in caches):
         return False, [()] * len(caches)
-    known: dict[Any, list[tuple[bool, Any]]] = {}  # most layers have equal clocks, so compute each case once
+    ticks_by_case: dict[Any, list[tuple[bool, Any]]] = {}  # most layers have equal clocks, so compute each case once
     ticked = []
     for cache, counts in zip(caches, valid or [None] * len(caches), strict=True):
         layout, budgets = cache.layout, cache.row_budgets
         case = (id(layout.policy), layout.classes, budgets, cache.clocks, counts and tuple(counts))
-        if case not in known:
+        if case not in ticks_by_case:
             rows = zip(cache.clocks, budgets, counts or itertools.repeat(True), strict=False)  # none without a clock
-            known[case] = [
+            ticks_by_case[case] = [
                 next_clock(layout, clock, budget) if real else (False, clock) for clock, budget, real in rows
             ]
-        ticked.append(known[case])
+        ticked.append(ticks_by_case[case])
     compact = any(due for layer in ticked for due, _ in layer)
     return compact, [tuple(clock for _, clock in layer) for layer in ticked]
 

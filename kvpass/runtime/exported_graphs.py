@@ -27,7 +27,7 @@ from kvpass.runtime.step_execution import PreparedStep, StepExecutor, StepInputs
 from kvpass.runtime.steps import StepRunner
 from kvpass.torch_private import inductor
 
-MAX_EXPORTED = 1 << 20
+MAX_EXPORTED_TOKENS = 1 << 20
 """The largest number of tokens for which an export evaluates the guards of a graph."""
 MAX_CHUNK_TOKENS = 1 << 13
 """The largest number of tokens in a chunk for which an export evaluates the guards of a graph."""
@@ -81,11 +81,12 @@ def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
 
 
 def longest_prompt(runner: PromptRunner, arguments: Sequence[Any], ids_index: int) -> int:
-    """Return the largest number of tokens, up to `MAX_EXPORTED`, in a prompt that a graph's guards allow."""
+    """Return the largest number of tokens, up to `MAX_EXPORTED_TOKENS`, in a prompt that a graph's guards allow."""
     graph, length = runner.inputs, arguments[ids_index].shape[1]
     now = shapes.measure_symbols(graph, arguments)
-    moving = {symbol for symbol, number in now.items() if number == length}
-    return _largest(guard_predicate(shapes.guards(graph), now | dict.fromkeys(moving, 2), moving), MAX_EXPORTED - 2) + 2
+    growing = {symbol for symbol, number in now.items() if number == length}
+    holds = guard_predicate(shapes.guards(graph), now | dict.fromkeys(growing, 2), growing)
+    return _largest(holds, MAX_EXPORTED_TOKENS - 2) + 2
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
@@ -107,7 +108,7 @@ class ExportedStep(StepExecutor):
         self.variants_by_compact = {compact: (fields[compact], run) for compact, (_, run) in runs.items()}
 
     def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
-        """Run new tokens on caches, for a `DecodeLoop`, and announce it to the loop."""
+        """Run new tokens on caches, and publish the result to the `DecodeLoop` that called."""
         query_len = self.query_len(arguments)
         grow_for(caches, query_len)
         entries = layout_entries(caches)
@@ -173,11 +174,12 @@ def check_layouts(caches: Sequence[LayerCache]) -> None:
 
 def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[str, Any]:
     """Return an artifact's entry for a step graph that has run; `ids_index` is the index of the token ids."""
+    before, holds = result.length_before, runner.holds_after(result)
     return dict(
         sites=[vars(site.facts) for site in runner.sites],
         padding_inputs=list(runner.padding.inputs),
         counters=list(runner.counters),
-        max_length=result.length_before + _largest(runner.holds_after(result), MAX_EXPORTED - result.length_before),
+        max_length=before + _largest(holds, MAX_EXPORTED_TOKENS - before),
         ids=ids_index,
         layouts=layout_entries(result.caches),
     )
@@ -196,8 +198,8 @@ def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -
     holds = guard_predicate(shapes.guards(graph), now, new | all_tokens)
 
     def serves(length: int) -> bool:
-        pairs = zip(counts_new.values(), variant.key.numbers, strict=True)
-        numbers = tuple(length if counts else number for counts, number in pairs)
+        sizes = zip(counts_new.values(), variant.key.numbers, strict=True)
+        numbers = tuple(length if counts else number for counts, number in sizes)
         return holds(length - 2) and variant.serves(dataclasses.replace(variant.key, numbers=numbers))
 
     least = query_len - _largest(lambda fewer: serves(query_len - fewer), query_len - 2)

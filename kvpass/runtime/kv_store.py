@@ -26,7 +26,7 @@ from kvpass.runtime.clocks import clocks_after
 
 
 class KVStore:
-    """Storage in slots: a decode step writes them in place, a prompt or chunk is admitted to them."""
+    """Storage of tokens in slots; a class, so that tests can store tokens by other means."""
 
     def admit_prompt(
         self, layout: Layout, prompt: TokensToAdmit, plan: Plan
@@ -54,8 +54,8 @@ class KVStore:
             counts = (pinned_before + new).tolist()
             rest, pinned = min((limit - count, count) for limit, count in zip(cache.row_budgets, counts, strict=True))
             check_pinned(policy, pinned, rest)
-        wanted = layout.with_pins(pins.on_top)
-        change_layout(cache, pins=wanted.pins, row_budgets=wanted.row_budgets, capacity=capacity)
+        pinned_layout = layout.with_pins(pins.on_top)
+        change_layout(cache, pins=pinned_layout.pins, row_budgets=pinned_layout.row_budgets, capacity=capacity)
 
     def pin(self, cache: LayerCache, pins: Pins) -> None:
         """Pin the token of a decode step, before the step writes it to the free slot."""
@@ -71,12 +71,12 @@ class KVStore:
             return None
         layout, policy = cache.layout, cache.layout.policy
         key, value, valid, *others = results
-        divided, statistics_operands = split_by_class(layout, others), list[StatisticsOperands]()
-        for part, own in zip(layout.by_class, divided, strict=True):
-            operands = own[len(policy.statistics) :]
+        by_class, statistics_operands = split_by_class(layout, others), list[StatisticsOperands]()
+        for part, class_results in zip(layout.by_class, by_class, strict=True):
+            operands = class_results[len(policy.statistics) :]
             if operands:  # query, keys, mask and sink, see `cache.chunk_step.chunk_step`
                 statistics_operands.append(chunk_operands(part, site.scale, site.cap, *operands))
-        attention = attention_of_chunk(layout, divided, valid)
+        attention = attention_of_chunk(layout, by_class, valid)
         pins = call_pins() if policy is cache.backend.policy else None
         chunk = TokensToAdmit(
             key, value, valid, attention, pins, output_projection_of(cache), tuple(statistics_operands)

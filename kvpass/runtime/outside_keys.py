@@ -72,8 +72,8 @@ class GrowthCheck:
 
     def _queries(self, each: OutsideKeys, arguments: Sequence[Any]) -> int:
         """Return the number of new tokens in a call."""
-        known = {symbol: arguments[index].shape[dim] for symbol, (index, dim) in self._measured.items()}
-        return shapes.number(each.query_len, known)
+        sizes = {symbol: arguments[index].shape[dim] for symbol, (index, dim) in self._measured.items()}
+        return shapes.number(each.query_len, sizes)
 
     def _report(self, each: OutsideKeys) -> None:
         advice = ", or pass strict=False to let such a cache grow" if self.strict else ""

@@ -77,10 +77,10 @@ class PaddingTracker:
                 changed.update(indices)
         return frozenset(index for indices in self.inputs for index in indices) - changed
 
-    def as_padding_inputs(self, known: frozenset[int], placeholders: Sequence[fx.Node]) -> PaddingInputs:
-        """Return the inputs for a rewrite, as nodes; `known` is a result of `unchanged_inputs`."""
+    def as_padding_inputs(self, unchanged_inputs: frozenset[int], placeholders: Sequence[fx.Node]) -> PaddingInputs:
+        """Return the inputs for a rewrite, as nodes; by the results of `unchanged_inputs`."""
         by_layer = tuple(tuple(placeholders[index] for index in indices) for indices in self.inputs)
-        return PaddingInputs(by_layer, frozenset(placeholders[index] for index in known))
+        return PaddingInputs(by_layer, frozenset(placeholders[index] for index in unchanged_inputs))
 
     def valid_tokens(self, layer: int, cache: LayerCache, arguments: tuple[Any, ...], query_len: int) -> Tensor:
         """Return bool [B, q] for a layer, False for padding among the new tokens."""

@@ -94,7 +94,7 @@ class PendingPrompt:
 
     @torch.no_grad()
     def _caches_of_first(self, layer: int, _: LayerCache, count: int) -> LayerCache:
-        """Return a layer's cache of the first `count` tokens; a policy may plan all layers together."""
+        """Return a layer's cache of the first `count` tokens; admits all layers, as a policy may plan them together."""
         if count not in self._shorter:
             layers = [each.crop(self.new - count, self.backend.budget) for each in self.layers]
             self._shorter[count] = list(dataclasses.replace(self, layers=layers, new=count).admit_layers())
@@ -132,14 +132,14 @@ class PendingPrompt:
                 f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
                 "position among the cached tokens; use positions='absolute'"
             )
-        mine = iter(result)
-        whole = slots_for(self.backend.policy, None, prompt)
+        policy_plans = iter(result)
+        all_tokens = slots_for(self.backend.policy, None, prompt)
         planned = []
         for layer in layers:
             if layer.policy is self.backend.policy:
-                planned.append((budget, next(mine)))
-            else:  # it keeps its window, or every token
-                tokens = whole if layer.site.window is None else layer.site.window
+                planned.append((budget, next(policy_plans)))
+            else:  # the layer keeps its window, or every token
+                tokens = all_tokens if layer.site.window is None else layer.site.window
                 planned.append((tokens, Plan(tokens, layer.policy.capacity(tokens))))
         return planned
 

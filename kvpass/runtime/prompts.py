@@ -42,9 +42,9 @@ from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 ADOPTED = "adopted: the prompt ran uncompiled, so its attention statistics are unknown"
 UNSEEN_PROMPT = (
-    "{0} knows no attention of this prompt, and rates its tokens by later attention alone: their cache comes from a "
-    "call that ran uncompiled, or from a graph in which kvpass read no attention. Run the prompt through the compiled "
-    "model; kvpass.explain shows what is read"
+    "{0} knows no attention of this prompt, and scores its tokens by later attention alone: their cache comes from a "
+    "call that ran uncompiled, or from a graph in which kvpass found no attention. Run the prompt through the compiled "
+    "model; kvpass.explain shows the attention that kvpass found"
 )
 
 
@@ -168,11 +168,10 @@ class PromptExecutor(abc.ABC):
         if outputs.operands:
             operands: list[Any] = [None if index is None else results[index] for index in outputs.operands]
             query, attended, mask, sink_logit = operands
-            given = StatisticsOperands(
-                query, attended, mask, site.causal, site.scale, site.cap, sink_logit, heads=key.shape[1],
-                sharding=site.sharding,
-            )  # fmt: skip
-            statistics_operands.append(given)
+            options: dict[str, Any] = dict(heads=key.shape[1], sharding=site.sharding)
+            statistics_operands.append(
+                StatisticsOperands(query, attended, mask, site.causal, site.scale, site.cap, sink_logit, **options)
+            )
         index = self.graph.output_projections[i]
         by_head = None if index is None else output_weight_by_head(traced[index], key.shape[1], value.shape[3])
         return PromptLayer(
@@ -239,25 +238,26 @@ def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionS
         warnings.warn(UNSEEN_PROMPT.format(policy.name), KVPassWarning, stacklevel=2)
 
 
-def _graph_facts(captured: Capture, given: PromptRewriteInput, layers: list[LayerOutputs]) -> PromptGraphFacts:
+def _graph_facts(captured: Capture, rewrite_input: PromptRewriteInput, layers: list[LayerOutputs]) -> PromptGraphFacts:
     """Return the facts about a graph; `layers` are the outputs of its rewrite."""
-    sites, graph = given.sites, given.canonical_gm.graph
+    sites, graph = rewrite_input.sites, rewrite_input.canonical_gm.graph
     placeholders, outputs = walk.placeholders(graph), walk.results(graph)
     sparse_indices = [each for site in sites for each in sparse_index.sparse_indices(site.mask)]
     grown = [pair for each in sparse_indices for pair in sparse_index.cached_scoring_keys(each, outputs)]
     return PromptGraphFacts(
         sites=[site.facts for site in sites],
-        policies=given.policies,
-        stores_unrotated_keys=given.stores_unrotated_keys,
+        policies=rewrite_input.policies,
+        stores_unrotated_keys=rewrite_input.stores_unrotated_keys,
         layers=layers,
         outputs=len(outputs),
         module_inputs=[index for index, node in enumerate(placeholders) if dynamo.is_of_module(node)],
         key_projections=[projections.key_projection_indices(site) for site in sites],
         output_projections=[
-            projections.required_projection_index(site, each) for site, each in zip(sites, given.policies, strict=True)
+            projections.required_projection_index(site, each)
+            for site, each in zip(sites, rewrite_input.policies, strict=True)
         ],
         adopted_past=placeholders.index(sites[0].past_key) if sites[0].past_key else None,
-        constants=[*given.canonical_gm.parameters(), *given.canonical_gm.buffers()],
+        constants=[*rewrite_input.canonical_gm.parameters(), *rewrite_input.canonical_gm.buffers()],
         sparse_indices=sparse_indices,
         scoring_outputs=[(outputs.index(node), dim) for node, dim in grown],
         tokens_first=captured.tokens_first,
@@ -282,7 +282,7 @@ class PromptRunner(PromptExecutor):
         canonical_gm, sites = captured.canonical_gm, captured.sites
         policies = policies_by_layer(backend.policy, len(sites))
         _check_policy(backend.policy, policies, sites)
-        given = PromptRewriteInput(
+        rewrite_input = PromptRewriteInput(
             canonical_gm=canonical_gm,
             sites=sites,
             policies=policies,
@@ -292,13 +292,13 @@ class PromptRunner(PromptExecutor):
             examples=with_heads_first(examples, captured.tokens_first),
             padding_by_site=padding_inputs_of_sites(canonical_gm, sites, step=False),
         )
-        rewrite = rewrite_prompt(given)
-        super().__init__(backend, _graph_facts(captured, given, rewrite.outputs))
+        rewrite = rewrite_prompt(rewrite_input)
+        super().__init__(backend, _graph_facts(captured, rewrite_input, rewrite.outputs))
         self.inputs, self.code = splicing.extract(canonical_gm, []).graph, DeferredCode()
         self.checks: tuple[PositionCheck, RotationCheck] | None = None
         if stores_unrotated_keys:
             self.checks = PositionCheck(canonical_gm, sites), RotationCheck(canonical_gm, sites)
-        self.unchecked = PromptCase(captured.dynamo_gm, given) if backend.validate else None
+        self.unchecked = PromptCase(captured.dynamo_gm, rewrite_input) if backend.validate else None
         self.rewritten_gm: fx.GraphModule | None = rewrite.rewritten_gm
         self.added = symbolic_shapes.AddedGuards()
 

@@ -83,7 +83,7 @@ class StepSizeReader:
         return CallSizes(numbers, tuple(counted.get(number, number) for number in counters), windows)
 
     def size_interpretations(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[SizeInterpretation]:
-        """Return the possible interpretations of `other_sources` in a call; one if a graph has been rewritten for it.
+        """Return the possible interpretations of `other_sources` in a call; one if it has served an earlier call.
 
         A size that follows the cache equals the tokens seen, but another size, such as the length of an encoder's
         input, may equal them by chance.  Interpretations in which more sizes follow the cache come first.
@@ -95,8 +95,8 @@ class StepSizeReader:
         counts = range(len(unclear) + 1) if len(unclear) <= MAX_UNCLEAR else (0, len(unclear))
         fixed = [set(indices) for count in counts for indices in itertools.combinations(unclear, count)]
         interpretations = [
-            tuple(None if index in unclear and index not in kept else size for index, size in enumerate(sizes))
-            for kept in fixed
+            tuple(None if index in unclear and index not in constant else size for index, size in enumerate(sizes))
+            for constant in fixed
         ]
         worked = [each for each in interpretations if self.rewritten_interpretations.find(each)]
         return worked[-1:] or interpretations
@@ -111,21 +111,23 @@ class StepSizeReader:
         return tuple(symbols.get(size, size) for size in other_sizes)
 
     def resolve(
-        self, call: CallSizes, other_sizes: tuple[Any, ...], dynamic: DynamicDims | None = None
+        self, call_sizes: CallSizes, other_sizes: tuple[Any, ...], dynamic: DynamicDims | None = None
     ) -> SizeResolver:
         """Return the meaning of the graph's symbols in a call, perhaps with some sizes dynamic."""
-        key = call, other_sizes, dynamic
-        return self._resolved.find(key) or self._resolved.put(key, self._resolve(call, other_sizes, dynamic))
+        key = call_sizes, other_sizes, dynamic
+        return self._resolved.find(key) or self._resolved.put(key, self._resolve(call_sizes, other_sizes, dynamic))
 
-    def _resolve(self, call: CallSizes, other_sizes: tuple[Any, ...], dynamic: DynamicDims | None) -> SizeResolver:
-        values: dict[Any, Any] = dict(zip(self.sources, call.numbers, strict=True))
-        new: Any = self._new_token_count(call.numbers)
+    def _resolve(
+        self, call_sizes: CallSizes, other_sizes: tuple[Any, ...], dynamic: DynamicDims | None
+    ) -> SizeResolver:
+        values: dict[Any, Any] = dict(zip(self.sources, call_sizes.numbers, strict=True))
+        new: Any = self._new_token_count(call_sizes.numbers)
         if dynamic:
             symbols = dynamic.symbols
             values.update({symbol: symbols[index] for index, symbol in enumerate(self.sources) if index in symbols})
             new = shapes.expr(self._sites[0].query_len).subs(values)
         lengths = []
-        for symbol, counted in zip(self.counters, call.counters, strict=True):
+        for symbol, counted in zip(self.counters, call_sizes.counters, strict=True):
             if counted == "seen":
                 lengths.append(symbol)
             else:
@@ -133,14 +135,14 @@ class StepSizeReader:
         for symbol, size in zip(self.other_sources, other_sizes, strict=True):
             if size is not None:
                 values[symbol] = values.get(size, size)  # a tied size is the symbol of a source
-        for site, window in zip(self._sites, call.windows, strict=True):
+        for site, window in zip(self._sites, call_sizes.windows, strict=True):
             for stored in (shapes.expr(walk.example_value(past).shape[2]) for past in site.pasts):
                 if window is None:
                     lengths.append(stored)
                 else:
                     values.update(dict.fromkeys(stored.free_symbols, window))
-        least = max((window + 1 for window in call.windows if window is not None), default=0)
-        whole = [site for site, window in zip(self._sites, call.windows, strict=True) if window is None]
+        least = max((window + 1 for window in call_sizes.windows if window is not None), default=0)
+        whole = [site for site, window in zip(self._sites, call_sizes.windows, strict=True) if window is None]
         totals = {shapes.expr(size): size for size in (walk.example_value(site.grown_key).shape[2] for site in whole)}
         sizes = dynamic.sizes if dynamic else None
         queries = sizes.size(new) if sizes else new
@@ -164,15 +166,16 @@ def _free_sizes(canonical_gm: fx.GraphModule, sites: list[AttentionSite]) -> tup
         for dim, size in enumerate(walk.example_value(node).shape if walk.is_tensor(node) else ()):
             if isinstance(size, torch.SymInt):
                 sources.setdefault(shapes.expr(size), (index, dim))
-    wanted = {
+    query_symbols = {
         symbol
         for site in sites
         for size in walk.example_value(site.query).shape
         for symbol in shapes.expr(size).free_symbols
     }
     grown = {symbol for site in sites for symbol in site.length_symbols}
-    others = {symbol: index for symbol, index in sources.items() if symbol not in wanted | grown and symbol.is_Symbol}
-    return {symbol: index for symbol, index in sources.items() if symbol in wanted}, others
+    excluded = query_symbols | grown
+    others = {symbol: index for symbol, index in sources.items() if symbol not in excluded and symbol.is_Symbol}
+    return {symbol: index for symbol, index in sources.items() if symbol in query_symbols}, others
 
 
 def _counters(canonical_gm: fx.GraphModule) -> dict[Any, int]:
@@ -192,19 +195,19 @@ def _counters(canonical_gm: fx.GraphModule) -> dict[Any, int]:
     return {symbol: index for symbol, index in counters.items() if symbol not in sized}
 
 
-def guard_predicate(guards: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:
-    """Return a predicate: whether guards are still true after some symbols have grown by a number.
+def guard_predicate(guards: Iterable[Any], now: dict[Any, int], growing: set[Any]) -> Callable[[int], bool]:
+    """Return a predicate of n: whether guards are true after the symbols in `growing` have grown by n.
 
     Args:
         guards: boolean expressions of the symbols.
         now: the present value of each symbol.
-        moving: the symbols that grow.
+        growing: the symbols that grow.
     """
-    by = sympy.Symbol("by", integer=True, nonnegative=True)
-    later = {symbol: sympy.Integer(number) + (by if symbol in moving else 0) for symbol, number in now.items()}
+    growth = sympy.Symbol("n", integer=True, nonnegative=True)
+    later = {symbol: sympy.Integer(number) + (growth if symbol in growing else 0) for symbol, number in now.items()}
     condition = sympy.And(*(each.xreplace(later) for each in guards))
-    if condition.free_symbols - {by}:
+    if condition.free_symbols - {growth}:
         return lambda _: False  # a guard depends on a symbol of unknown value
     functions = {each.func.__name__: each.func for each in condition.atoms(sympy.Function)}
-    holds = sympy.lambdify(by, condition, [functions, "math"])
+    holds = sympy.lambdify(growth, condition, [functions, "math"])
     return lambda number: bool(holds(number))

@@ -28,7 +28,7 @@ class StepInputs:
     caches: list[LayerCache]  # with capacity for the new tokens
     arguments: tuple[Any, ...]  # Dynamo's
     other_sizes: SizeInterpretation = ()
-    known_padding: frozenset[int] = frozenset()  # see `PaddingTracker.unchanged_inputs`
+    unchanged_inputs: frozenset[int] = frozenset()  # see `PaddingTracker.unchanged_inputs`
     compact: bool = False  # whether the step compacts the slots
 
 
@@ -38,7 +38,7 @@ class StepKey(NamedTuple):
     compacts: bool
     windows: tuple[bool, ...]  # whether each layer with its own window is full
     slots: tuple[int, ...]  # id() of each layer's slots
-    hooks: int  # registered so far, on any module
+    hooks: int  # the number of hooks that were registered on modules
 
 
 def step_key(caches: list[LayerCache]) -> StepKey:
@@ -71,7 +71,7 @@ class StepExecutor(abc.ABC):
         self.backend, self.sites, self.counters, self.padding = backend, sites, counters, padding
 
     def advance(self, inputs: StepInputs) -> StepResult:
-        """Run the new tokens in Dynamo's arguments, and update the caches; the policies say whether to compact."""
+        """Run the new tokens in Dynamo's arguments, compact the slots if a policy's clock is due, update the caches."""
         caches, arguments = inputs.caches, inputs.arguments
         query_len = self.query_len(arguments)
         key, before = step_key(caches), caches[0].length
@@ -80,22 +80,23 @@ class StepExecutor(abc.ABC):
         if query_len == 1:
             compact, clocks = self.next_clocks(caches, arguments)
             inputs = dataclasses.replace(inputs, compact=compact)
-        step = self._prepare_step(inputs)
+        prepared = self._prepare_step(inputs)
         for cache in caches:
             cache.interrupted = True
         if query_len == 1:
             for cache, pins in self._caches_with_pins(caches):
                 kv_store.pin(cache, pins)
         regions.note_run()
-        results = step.run(*step.flat)
-        step.signature.count_tokens([cache.slots for cache in caches], results)
-        taken = [
+        results = prepared.run(*prepared.flat)
+        prepared.signature.count_tokens([cache.slots for cache in caches], results)
+        admitted = [
             kv_store.admit_step(cache, site, [results[index] for index in indices])
-            for cache, site, indices in zip(caches, self.sites, step.signature.admitted_outputs, strict=True)
+            for cache, site, indices in zip(caches, self.sites, prepared.signature.admitted_outputs, strict=True)
         ]
         advance_counts(caches, query_len, clocks)
-        store_undo_records(caches, undo_records, taken)
-        return StepResult(self, inputs, results, step.host_inputs, key, step.signature, before, step.variant)
+        store_undo_records(caches, undo_records, admitted)
+        signature, host_inputs, _, _, variant = prepared
+        return StepResult(self, inputs, results, host_inputs, key, signature, before, variant)
 
     def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
         """Return the caches in which the running call pins tokens, each with its pins."""
@@ -108,8 +109,8 @@ class StepExecutor(abc.ABC):
 
     def bind_fast_step(self, inputs: StepInputs) -> BoundStep:
         """Return a callable that advances by one token, as `advance` does, while the caches keep their slots."""
-        step = self._prepare_step(inputs)
-        return BoundStep(inputs.caches, step.signature, step.run)
+        prepared = self._prepare_step(inputs)
+        return BoundStep(inputs.caches, prepared.signature, prepared.run)
 
     def arguments_after(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
         """Return the arguments of the last step as they would be `by` tokens later."""
@@ -155,7 +156,7 @@ class StepResult:
 class BoundStep:
     """A decode step of one token on fixed slots and fixed compiled code.
 
-    The step is `StepExecutor.advance` for a known kind of step.  It is valid as long as the slots are the same objects.
+    It does what `StepExecutor.advance` does, as long as the slots are the same objects.
     """
 
     def __init__(self, caches: list[LayerCache], signature: StepSignature, run: inductor.Compiled) -> None:
@@ -167,7 +168,7 @@ class BoundStep:
         """Run the step and return the results of the graph; `clocks` are each layer's after this token."""
         call_arguments = self.signature.call_arguments(arguments, [], self.slots, self.caches[0].length)
         for cache in self.caches:
-            cache.interrupted = True  # until the counts follow: after an error in between, slots and counts disagree
+            cache.interrupted = True  # an error before `advance_counts` leaves slots that contradict the counts
         results = self.run(*self.fixed_arguments, *call_arguments)
         self.signature.count_tokens(self.slots, results)
         advance_counts(self.caches, 1, clocks)

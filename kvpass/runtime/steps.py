@@ -99,15 +99,15 @@ class StepRunner(StepExecutor):
         for cache, pins in self._caches_with_pins(caches):
             pins.check(cache.layout.policy, cache.layout.batch, query_len)
             self.backend.kv_store.make_room_for_pins(cache, pins)
-        first_layer, known = caches[0], self.padding.unchanged_inputs(caches, arguments, query_len)
-        others = self._choose_interpretation(caches, arguments, known)
+        first_layer, unchanged_inputs = caches[0], self.padding.unchanged_inputs(caches, arguments, query_len)
+        interpretation = self._choose_interpretation(caches, arguments, unchanged_inputs)
         self.verifier.check_positions(
             first_layer, arguments, lambda: self.padding.valid_tokens(0, first_layer, arguments, query_len)
         )
         self.verifier.check_rotation(
-            first_layer, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), others)
+            first_layer, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), interpretation)
         )
-        result = self.advance(StepInputs(caches, arguments, others, known))
+        result = self.advance(StepInputs(caches, arguments, interpretation, unchanged_inputs))
         self.padding.record_padding(caches, arguments, result.length_before, query_len)
         publish_run(result)
         return self._dynamo_outputs(result)
@@ -151,32 +151,32 @@ class StepRunner(StepExecutor):
         """Return a variant of the graph for inputs with this key."""
         caches, other_sizes = inputs.caches, inputs.other_sizes
         sizes = self.sizes.call_sizes(caches, inputs.arguments)
-        kind = (sizes.counters, sizes.windows, inputs.known_padding, inputs.compact)
-        call = (*kind, other_sizes, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
-        variant = self.variants.find(call, key)
+        kind = (sizes.counters, sizes.windows, inputs.unchanged_inputs, inputs.compact)
+        call_key = (*kind, other_sizes, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
+        variant = self.variants.find(call_key, key)
         if variant is not None:
             return variant
         shared = None
         if self.backend.has_dynamic_sizes(caches[0].layout.device):
-            tied = self.sizes.share_symbols(other_sizes, sizes.numbers)
+            shared_sizes = self.sizes.share_symbols(other_sizes, sizes.numbers)
             headroom = tuple((key.shared_layout(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
-            shared = (*kind, tied, headroom)
+            shared = (*kind, shared_sizes, headroom)
 
         def rewrite(dynamic: DynamicDims | None) -> StepRewrite:
             return self._rewrite(self._rewrite_input(inputs, key, sizes, dynamic))
 
         with dynamo.compile_lock():
-            variant = self.variants.find(call, key)
+            variant = self.variants.find(call_key, key)
             if variant is not None:  # another thread has rewritten it meanwhile
                 return variant
-            variant = self.variants.make(call, shared, key, self.query_len(inputs.arguments) == 1, rewrite)
+            variant = self.variants.make(call_key, shared, key, self.query_len(inputs.arguments) == 1, rewrite)
             self.sizes.rewritten_interpretations.put(other_sizes, True)
         return variant
 
     def _rewrite_input(
         self, inputs: StepInputs, key: ShapeKey, sizes: CallSizes, dynamic: DynamicDims | None
     ) -> StepRewriteInput:
-        """Return what the graph is rewritten for: these inputs, and others that differ in the dynamic sizes."""
+        """Return the input of a rewrite that serves these inputs, and others that differ in the dynamic sizes."""
         caches, other_sizes, dynamic_layouts = inputs.caches, inputs.other_sizes, list[Layout]()
         if dynamic is not None:
             other_sizes = self.sizes.share_symbols(other_sizes, sizes.numbers)
@@ -190,13 +190,13 @@ class StepRunner(StepExecutor):
             sizes=self.sizes.resolve(sizes, other_sizes, dynamic),
             length=caches[0].length,
             windows=sizes.windows,
-            padding_inputs=self.padding.as_padding_inputs(inputs.known_padding, self.placeholders),
+            padding_inputs=self.padding.as_padding_inputs(inputs.unchanged_inputs, self.placeholders),
             compact=inputs.compact,
             dynamic_layouts=dynamic_layouts,
         )
 
     def _choose_interpretation(
-        self, caches: list[LayerCache], arguments: tuple[Any, ...], known_padding: frozenset[int]
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], unchanged_inputs: frozenset[int]
     ) -> SizeInterpretation:
         """Return the first interpretation of the sizes of other inputs for which the graph can be rewritten."""
         interpretations = self.sizes.size_interpretations(caches, arguments)
@@ -207,21 +207,21 @@ class StepRunner(StepExecutor):
         for interpretation in interpretations:
             try:
                 key = ShapeKey.of(caches, self.sizes.numbers(arguments))
-                self._find_variant(StepInputs(caches, arguments, interpretation, known_padding, compact), key)
+                self._find_variant(StepInputs(caches, arguments, interpretation, unchanged_inputs, compact), key)
             except UnsupportedGraph as refusal:
                 refusals.append(refusal)
             else:
                 return interpretation
         raise refusals[0]
 
-    def _rewrite(self, given: StepRewriteInput) -> StepRewrite:
+    def _rewrite(self, rewrite_input: StepRewriteInput) -> StepRewrite:
         """Rewrite the graph for a call, and validate the first rewrite.
 
-        Later rewrites differ in sizes, in whether the step compacts, and in how they read the mask of cached tokens.
-        Only tests validate them.
+        Later rewrites differ in sizes, in whether the step compacts, and in how they read the mask of cached tokens;
+        tests cover them.
         """
         with walk.converting_errors(site.call for site in self.sites):
-            context, rewrite = self.backend.rewrite(given)
+            context, rewrite = self.backend.rewrite(rewrite_input)
             if self.backend.validate and self.validation is None:
                 self._validate(context, rewrite)
         return rewrite
@@ -237,16 +237,16 @@ class StepRunner(StepExecutor):
         self.backend.note_validation("step", self.validation)
         self.dynamo_gm = None
 
-    def _dynamo_outputs(self, done: StepResult) -> tuple[Any, ...]:
+    def _dynamo_outputs(self, result: StepResult) -> tuple[Any, ...]:
         """Return the outputs of Dynamo's graph from the results of the rewritten one."""
-        caches, made, query_len = done.caches, done.signature.dynamo_outputs, done.signature.query_len
-        outputs = [None if index is None else done.results[index] for index in made.indices]
-        for index, result in zip(made.grown, done.host_inputs, strict=False):  # others are inputs of the graph
-            outputs[index] = result
-        for index, beyond in made.lengths.items():
-            outputs[index] = done.length_before + beyond
-        for index, (past, dim) in made.dropped.items():
-            outputs[index] = longer_placeholder(done.arguments[past], dim, query_len)
+        caches, outputs_spec, query_len = result.caches, result.signature.dynamo_outputs, result.signature.query_len
+        outputs = [None if index is None else result.results[index] for index in outputs_spec.indices]
+        for index, value in zip(outputs_spec.grown, result.host_inputs, strict=False):  # others are inputs of the graph
+            outputs[index] = value
+        for index, beyond in outputs_spec.lengths.items():
+            outputs[index] = result.length_before + beyond
+        for index, (past, dim) in outputs_spec.dropped.items():
+            outputs[index] = longer_placeholder(result.arguments[past], dim, query_len)
         for site, cache in zip(self.sites, caches, strict=True):
             outputs[site.keys_out], outputs[site.values_out] = handles_of(cache, site.token_dims)
         return tuple(outputs)

@@ -30,7 +30,7 @@ class ShapeKey:
 
     Attributes:
         numbers: the values of `StepSizeReader.sources`, such as the numbers of rows and of new tokens.
-        capacities: those of `exact_layers`, or else the common capacity of all layers; 1 if layers or heads differ.
+        capacities: the capacities of `exact_layers`, or the common one of all layers; 1 if layers or heads differ.
         budget: the common budget of all layers; 1 if the capacity determines the budget.
         exact_layers: the layers whose layouts have `exact_capacity`, so that each has its own capacity.
     """
@@ -64,7 +64,7 @@ class ShapeKey:
         return tuple(index for index, number in enumerate(self.all_numbers) if number > 1)
 
     def dynamic_layout(self, layer: int, layout: Layout, sizes: dict[int, Any]) -> Layout:
-        """Return a layer's layout with dynamic sizes, by index in `all_numbers`, as capacity and budget."""
+        """Return a layer's layout whose capacity and budget are dynamic `sizes`, by index in `all_numbers`."""
         start = len(self.numbers)  # the index of the first capacity
         index = start + (self.exact_layers.index(layer) if layer in self.exact_layers else 0)
         if index not in sizes or bool(self.exact_layers) != layout.exact_capacity:
@@ -130,8 +130,8 @@ class CompiledVariant:
         """Return whether the graph is valid for a call with this shape key."""
         if key == self.key:
             return True
-        pairs = enumerate(zip(key.all_numbers, self.key.all_numbers, strict=True))
-        same = all(one == other for index, (one, other) in pairs if index not in self._dynamic_indices)
+        numbers = enumerate(zip(key.all_numbers, self.key.all_numbers, strict=True))
+        same = all(one == other for index, (one, other) in numbers if index not in self._dynamic_indices)
         return same and (self._sizes is None or self._sizes.hold(self._dynamic_numbers(key)))
 
     def code_for(
@@ -139,7 +139,7 @@ class CompiledVariant:
     ) -> inductor.Compiled:
         """Return the code to run on these arguments; it compiles the graph if necessary.
 
-        A chunk may be the only one, as the rest of a prompt or a turn often is, and compiling takes half a minute.
+        The first chunk runs uncompiled, because it may be the only one and compiling takes half a minute.
         """
         rewrite = self._rewrite
 
@@ -162,9 +162,8 @@ class VariantCache:
 
     The first number of rows, and the first capacity, get static code, which is faster.  The second value of either gets
     code with dynamic sizes for all further values.  A number of rows that is already dynamic in Dynamo's graph counts
-    as a second value, because Dynamo made a static graph for the first.  Chunks of any length share dynamic code,
-    already the first one, and so do layers with exact capacities: with static numbers, each layer would need separate
-    code.
+    as a second value, because Dynamo made a static graph for the first.  Chunks, and layers with exact capacities, get
+    dynamic code at once: with static numbers, each length and each layer would need separate code.
     """
 
     def __init__(self, symbols: set[str]) -> None:
@@ -196,17 +195,17 @@ class VariantCache:
         if variants is None:
             variants = self._dynamic.put(kind, [])
         dynamic_variant = next((variant for variant in variants if variant.serves(key)), None)
-        in_numbers = tuple(index for index in key.dynamic_indices if index < len(key.numbers))
-        only_slots = decodes and not in_numbers  # only capacities and the budget can be dynamic
+        number_indices = tuple(index for index in key.dynamic_indices if index < len(key.numbers))
+        only_slots = decodes and not number_indices  # only capacities and the budget can be dynamic
         has_first_sizes = only_slots and (self._first_keys.find(kind) or self._first_keys.put(kind, key)) == key
         if dynamic_variant or (has_first_sizes and not key.exact_layers):
             return dynamic_variant
         if len(variants) == MAX_DYNAMIC_VARIANTS:
             warnings.warn(SIZE_BY_SIZE, KVPassWarning, stacklevel=2)
             return None
-        exact = range(len(key.numbers), len(key.numbers) + len(key.exact_layers))
-        for indices in dict.fromkeys((key.dynamic_indices, in_numbers)):
-            exchangeable = [i for i, index in enumerate(indices) if index in exact]
+        exact_indices = range(len(key.numbers), len(key.numbers) + len(key.exact_layers))
+        for indices in dict.fromkeys((key.dynamic_indices, number_indices)):
+            exchangeable = [i for i, index in enumerate(indices) if index in exact_indices]
             if indices:
                 numbers = [key.all_numbers[index] for index in indices]
                 sizes = symbolic_shapes.SymbolicSizes(numbers, self._symbols, exchangeable)

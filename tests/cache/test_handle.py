@@ -273,8 +273,8 @@ def exchange(layers: list[object]) -> None:
 
 MIXED = [
     (swap_parts, "its values were passed as its keys"),
-    (one_layer_twice, "given back for two layers"),
-    (a_copy_of_one_layer_twice, "given back for two layers"),
+    (one_layer_twice, "passed for two layers"),
+    (a_copy_of_one_layer_twice, "passed for two layers"),
     (exchange, "exchanged"),
 ]
 

@@ -185,5 +185,5 @@ def test_rows_that_cannot_be(rows: tuple[int, ...]) -> None:
 
 def test_a_model_that_reads_no_tokens() -> None:
     model = transformers.WhisperForConditionalGeneration.__new__(transformers.WhisperForConditionalGeneration)
-    with pytest.raises(kvpass.PolicyError, match="input_features: run an input of yours"):
+    with pytest.raises(kvpass.PolicyError, match="input_features: run your own input"):
         kvpass.warm(model)

@@ -213,7 +213,7 @@ def test_a_rewrite_knows_the_inputs_that_are_unchanged() -> None:
     tracker = PaddingTracker([(1, 2), (1,)])
     padding_inputs = tracker.as_padding_inputs(frozenset({2}), nodes)
     _, one, other = nodes
-    assert (padding_inputs.by_layer, padding_inputs.known) == (((one, other), (one,)), frozenset({other}))
+    assert (padding_inputs.by_layer, padding_inputs.unchanged) == (((one, other), (one,)), frozenset({other}))
 
 
 @given(pieces=calls(), width=st.integers(0, 24))

@@ -136,7 +136,7 @@ class Conversation:
         # ranks.
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
         has_positions = self.case.stores_unrotated_keys and self.case.context.rotations.positions
-        if self.plan.pads_left and self.case.context.padding_inputs.known and not has_positions:
+        if self.plan.pads_left and self.case.context.padding_inputs.unchanged and not has_positions:
             for row in range(self.batch):
                 valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
                 if self.plan.has_gap and not self.case.stores_unrotated_keys and self.count >= 6:
@@ -193,7 +193,7 @@ class Conversation:
             if i not in marks and i not in self._pasts and self._is_ids(argument):
                 arguments[i] = self._continue_ids(argument)
         for node, index in self.case.padding_indices.items():
-            if node in self.case.given.padding_inputs.known:
+            if node in self.case.given.padding_inputs.unchanged:
                 arguments[index] = self._mark_padding(arguments[index])
         for index in self.case.context.rotations.positions:
             counted = torch.arange(self.count, self.count + self.case.query_len)

@@ -83,7 +83,7 @@ def _first_plans(case: StepCase) -> Iterator[ConversationPlan]:
             case.given.length,
         ]
     counts = [count for count in dict.fromkeys(counts) if count >= 1 and _fits(case, count)]
-    for pads_left in (True, False) if case.context.padding_inputs.known else (True,):
+    for pads_left in (True, False) if case.context.padding_inputs.unchanged else (True,):
         yield from (ConversationPlan(count, pads_left=pads_left) for count in counts)
 
 

@@ -37,9 +37,8 @@ MANY_GRAPHS = (
     "see with TORCH_LOGS=recompiles what changes from call to call, or start again with torch._dynamo.reset()"
 )
 WRONG_CACHE = (
-    "the model cannot run this call on its cache, which has {} row(s) in {}: go on with as many rows, in the dtype of "
-    "the model that the conversation began with, and in `generate` with all ids, those of cached tokens included, or "
-    "begin a new one. {}"
+    "the model cannot run this call on its cache, which has {} row(s) in {}: continue with as many rows and in this "
+    "dtype, and pass `generate` all ids, those of cached tokens included; or begin a new conversation. {}"
 )
 APART = (
     "a model of kvpass.compile cannot be traced into another backend's graph, where its cache would grow: leave out "
@@ -55,7 +54,7 @@ BATCHES = (
 )
 
 TOKEN_IDS = ("decoder_input_ids", "input_ids")
-"""The names of arguments with the token ids that a decoder reads; the first one that is given counts."""
+"""The names of arguments with the token ids that a decoder reads; the first one that is passed is read."""
 
 _RUNNING: contextvars.ContextVar[Any] = contextvars.ContextVar("_RUNNING", default=None)
 """The backend of the compiled model that runs in this context and checks the cache; None if none runs."""
@@ -113,11 +112,11 @@ class CompiledCall:
         named = model_access.rename_cache(named, self.parameter_names)
         if self._lacks_cache(arguments, named):
             named |= model_access.cache_arguments(self.model, model_access.empty_cache(self.model))
-        given = (*arguments, *named.values())
-        for value in given:
+        passed = (*arguments, *named.values())
+        for value in passed:
             model_arguments.check_kind(value)
-        cache = next((value for value in given if model_cache.has_handles(value)), None)
-        values = tuple(map(model_arguments.as_contiguous_tokens, given))
+        cache = next((value for value in passed if model_cache.has_handles(value)), None)
+        values = tuple(map(model_arguments.as_contiguous_tokens, passed))
         values = model_arguments.with_dynamic_lengths(values, self._new_tokens(arguments, named), cache)
         arguments, named = values[: len(arguments)], dict(zip(named, values[len(arguments) :], strict=True))
         before = model_cache.ordinary_caches(values) if self.strict else []
@@ -127,13 +126,13 @@ class CompiledCall:
             _running(self.backend, cache),
         ):
             result = self.regions.run(dynamo.between_compilations(self.call), arguments, named)
-        model_arguments.write_back(given, values)
+        model_arguments.write_back(passed, values)
         if self.strict and (model_cache.have_grown(before) or model_cache.returns_growing_cache(result)):
             raise UnsupportedGraph(UNCOMPILED)
         return result
 
     def _lacks_cache(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        """Return whether the model would make a cache, which takes Dynamo longer to trace than an empty one."""
+        """Return whether the model would make its cache; Dynamo traces an empty cache that is passed in less time."""
         keyword = self.cache_keyword
         free = keyword in self.parameter_names[len(arguments) :] and named.get(keyword) is None
         return free and model_access.makes_empty_cache(self.model, named)

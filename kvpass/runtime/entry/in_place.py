@@ -55,10 +55,10 @@ def _modules_to_compile(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list({id(module): module for module in found}.values())
 
 
-def _modules_to_watch(model: torch.nn.Module, others: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def _modules_to_watch(model: torch.nn.Module, compiled: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return the other modules whose forward takes a cache, without members of module lists such as layers."""
-    known = {id(module) for module in others}
-    paths = [(path.split("."), module) for path, module in model.named_modules() if id(module) not in known]
+    compiled_ids = {id(module) for module in compiled}
+    paths = [(path.split("."), module) for path, module in model.named_modules() if id(module) not in compiled_ids]
     return [module for path, module in paths if cache_parameter(module) and not any(part.isdigit() for part in path)]
 
 

@@ -87,7 +87,7 @@ class RegionForward:
         layers, index: the module list of the layer and its index.  Dynamo's guards name the layer by this path.
         regions: the regions of the last compiled model that contains the layer; the call does not read them.
         kinds: the exact classes of the model's cache and of a layer's cache whose keys and values a region takes.
-        made: the classes that replace them inside a region.
+        replacements: the classes that replace `kinds` inside a region.
         cache: the name and the position of the layer's parameter for its cache.
         nested: the names of parameters that may be tuples; others may too, but Dynamo takes longer to trace them.
     """
@@ -96,16 +96,16 @@ class RegionForward:
 
     def __init__(self, layers: torch.nn.ModuleList, index: int, shared: LayerRegions, kinds: tuple[Any, Any]) -> None:
         self.layers, self.index, self.regions, self.kinds = layers, index, shared, kinds
-        self.made = (one_layer_cache(kinds[0]), kinds[1])
+        self.replacements = (one_layer_cache(kinds[0]), kinds[1])
         parameter = model_access.cache_parameter(layers[index])
         assert parameter is not None
         self.cache, self.nested = parameter, model_access.nested_parameters(layers[index])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "made"}  # a class that is made here
+        return {name: value for name, value in vars(self).items() if name != "replacements"}  # made in this process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, made=(one_layer_cache(state["kinds"][0]), state["kinds"][1]))
+        vars(self).update(state, replacements=(one_layer_cache(state["kinds"][0]), state["kinds"][1]))
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         layer = self.layers[self.index]
@@ -221,7 +221,7 @@ def _run_layer(
         flat: the numbers of parts of nested arguments, the arguments, and these parts.
     """
     forward: RegionForward = layer.forward  # type: ignore[assignment]
-    of_region, of_layer = forward.made
+    of_region, of_layer = forward.replacements
     own = of_layer()
     if keys is not None and values is not None:
         _set_keys_and_values(own, keys, values)
@@ -255,7 +255,7 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     this one may be regions already.
     """
     calls = [call for module in model.modules() if isinstance(call := module.__dict__.get("forward"), RegionForward)]
-    known = list({id(call.regions): call.regions for call in calls}.values())
+    earlier = list({id(call.regions): call.regions for call in calls}.values())
     caches = sys.modules.get("transformers.cache_utils")
     kinds = (getattr(caches, "DynamicCache", None), getattr(caches, "DynamicLayer", None))
     if not _are_as_known(kinds) or not region_guards.install():
@@ -263,21 +263,21 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
         report("layers are traced separately, which takes longer: this torch or transformers cannot support regions")
         return LayerRegions()
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    groups = [(layers, group) for layers in lists for group in _equal_layers(layers)]
-    indices = frozenset().union(*(_index_attributes(layers, group) for layers, group in groups))
-    if len(known) == 1 and not indices:
-        return known[0]
-    shared = LayerRegions(indices.union(*(each.indices for each in known)), type(model).__name__)
-    shared.usable = shared.usable and all(each.usable for each in known)
+    equal_layers = [(layers, group) for layers in lists for group in _equal_layers(layers)]
+    indices = frozenset().union(*(_index_attributes(layers, group) for layers, group in equal_layers))
+    if len(earlier) == 1 and not indices:
+        return earlier[0]
+    shared = LayerRegions(indices.union(*(each.indices for each in earlier)), type(model).__name__)
+    shared.usable = shared.usable and all(each.usable for each in earlier)
     for call in calls:
         call.regions = shared
-    for layers, group in groups:
+    for layers, group in equal_layers:
         for index in group if _index_attributes(layers, group) else ():
             layers[index].__dict__["forward"] = RegionForward(layers, index, shared, kinds)
     return shared
 
 
-_HELD = {"keys", "values", "is_initialized", "dtype", "device"}
+_LAYER_ATTRIBUTES = {"keys", "values", "is_initialized", "dtype", "device"}
 """The attributes of a layer's cache that `_set_keys_and_values` sets; a region would lose any other attribute."""
 
 
@@ -291,8 +291,8 @@ def _are_as_known(kinds: tuple[Any, Any]) -> bool:
         layer.get_seq_length()
     except Exception:  # of members that another version has changed
         return False
-    held: set[str] = {*vars(layer)}
-    return {"keys", "values", "is_initialized"} <= held <= _HELD
+    attributes: set[str] = {*vars(layer)}
+    return {"keys", "values", "is_initialized"} <= attributes <= _LAYER_ATTRIBUTES
 
 
 def _equal_layers(layers: torch.nn.ModuleList) -> list[list[int]]:

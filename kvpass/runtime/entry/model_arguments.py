@@ -16,7 +16,7 @@ from kvpass.torch_private import dynamo, tensors
 
 
 def check_kind(cache: Any) -> None:
-    """Raise UnsupportedGraph for a cache that offloads layers or quantizes rows by itself."""
+    """Raise UnsupportedGraph for a cache of transformers that offloads layers or quantizes keys and values."""
     cache = getattr(cache, "self_attention_cache", cache)
     if getattr(cache, "offloading", False):
         raise UnsupportedGraph(
@@ -25,8 +25,8 @@ def check_kind(cache: Any) -> None:
         )
     if any("Quantized" in type(each).__name__ for each in (cache, *model_cache.layers_of(cache))):
         raise UnsupportedGraph(
-            "a quantized cache stores rows in its own way: leave out cache_implementation='quantized', and pass "
-            "kv_dtype='int8' or 'int4' to kvpass"
+            "a quantized cache stores keys and values in its own way: leave out cache_implementation='quantized', and "
+            "pass kv_dtype='int8' or 'int4' to kvpass"
         )
 
 
@@ -82,7 +82,7 @@ def with_dynamic_lengths(values: Sequence[Any], new_tokens: Any, cache: Any) -> 
 
 
 def write_back(originals: Sequence[Any], copies: Sequence[Any]) -> None:
-    """Write what a model has written to copies of `as_contiguous_tokens` to the caller's own tensors."""
+    """Write to the caller's tensors what a model has written to their copies."""
     for original, copy in zip(originals, copies, strict=True):
         if copy is not original and _was_written(copy, original):
             original.copy_(copy)
@@ -99,17 +99,17 @@ def length_context(cache: Any, arguments: tuple[Any, ...]) -> contextlib.Abstrac
     """Return a context that traces a call after a prompt of one token for any cache length.
 
     Encoder-decoders have prompts of one token.  The new tokens [B, 1] keep a static length of 1, because models branch
-    on it.  So does a single row: where earlier calls had more rows, torch would trace the rows of some arguments as a
-    symbol, and of arguments that are passed in another way as 1.
+    on it.  A single row stays static too: after calls of several rows, torch would trace the rows of some arguments as
+    a symbol and of others as 1.
     """
     key = next(iter(model_cache.key_tensors(cache)), None)  # of the first layer
     if not isinstance(key, Handle) or key.shape[key.token_dim] != 1:
         return contextlib.nullcontext()
-    given = [value for value in arguments if isinstance(value, Tensor) and value.ndim > 1]
-    for tokens in (value for value in given if value.shape[1] == 1):
+    passed = [value for value in arguments if isinstance(value, Tensor) and value.ndim > 1]
+    for tokens in (value for value in passed if value.shape[1] == 1):
         tensors.mark_static_dimension(tokens, 1)
-    for of_rows in (value for value in (*given, *model_cache.tensors_of(cache)) if value.shape[:1] == (1,)):
-        tensors.mark_static_dimension(of_rows, 0)
+    for single_row in (value for value in (*passed, *model_cache.tensors_of(cache)) if value.shape[:1] == (1,)):
+        tensors.mark_static_dimension(single_row, 0)
     return dynamo.tracing_one_as_symbol()
 
 
@@ -117,7 +117,7 @@ def counter_context(cache: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context that traces a cache's own token counts as symbols, such as the counts of sliding-window layers.
 
     Dynamo takes an integer for a constant until it has seen another value.  If an image in the prompt broke the graph,
-    the first step would be traced for this one length, and its graph could not tell a position from a constant.
+    Dynamo would trace the first step for this one length, and positions would be constants of its graph.
     """
     one_of_each = {type(layer): layer for layer in model_cache.layers_of(cache)}
     names = {name for layer in one_of_each.values() for name in _counter_names(layer)}
