@@ -266,6 +266,22 @@ def test_a_value_that_still_grows_is_refused_by_its_line(model: Any) -> None:
         staged(model, budget=8, positions="absolute")
 
 
+class Difference(Small):
+    """A model that counts its new tokens as keys less cached tokens."""
+
+    def forward(self, ids: torch.Tensor, past: Any = None, **inputs: Any) -> Any:
+        output, present = super().forward(ids, past, **inputs)
+        seen = 0 if past is None else past[0][0].shape[2]
+        return output.reshape(present[0][0].shape[2] - seen, -1), present
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_a_number_of_tokens_may_be_the_difference_of_lengths(query_len: int) -> None:
+    stages = staged(Difference(plain), budget=8, positions="absolute", query_len=query_len)
+    left = filter(kvpass.fx.walk.is_size, stages.stages["resolve_sizes"].step_gm.graph.nodes)
+    assert not [node for node in left if stages.contexts[0].sizes.grows(node)]
+
+
 def test_order_inputs_puts_slots_first() -> None:
     stages = staged(Small(sdpa(causal), layers=2), budget=8, positions="absolute")
     names = stages.inputs("order_inputs")

@@ -183,13 +183,15 @@ def resolve_sizes(step: StepContext) -> PassRecord:
         UnsupportedGraph: a node still depends on the length of the cache.
     """
     alias.eliminate_dead(step.graph)
-    settled = [node for node in step.graph.nodes if walk.is_size(node) and node.users]
+    sizes = step.sizes
+    settled = [node for node in step.graph.nodes if walk.is_size(node) and node.users and not sizes.grows(node)]
     for node in settled:
-        if step.sizes.grows(node):
+        if not sizes.is_dynamic(node):
+            shapes.replace_by(node, step.size_nodes.number_or_node(sizes.resolved_size(node)))
+    alias.eliminate_dead(step.graph)  # with lengths that cancel out
+    for node in step.graph.nodes:
+        if walk.is_size(node) and node.users and sizes.grows(node):
             step.refuse_growth(_reader(node))
-        if not step.sizes.is_dynamic(node):
-            shapes.replace_by(node, step.size_nodes.number_or_node(step.sizes.resolved_size(node)))
-    alias.eliminate_dead(step.graph)
     for argument in step.placeholders:
         if not argument.users and not step.size_nodes.has(argument):
             step.graph.erase_node(argument)
