@@ -11,13 +11,14 @@ with autocast disabled.  A region stays if some result in it cannot be computed 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from kvpass.fx import alias, op_table, splicing
+from kvpass.fx import alias, op_table, splicing, walk
 from kvpass.fx.walk import example_value, is_tensor
 from kvpass.torch_private import fx_nodes, tensors
 
@@ -60,10 +61,7 @@ def _dtypes_without(node: fx.Node, device: str, cast: torch.dtype | None) -> lis
     args, kwargs = map_arg((node.args, node.kwargs), lambda each: _cast(example_value(each), cast))
     try:
         with torch.autocast(device, enabled=False), torch.no_grad():
-            if node.op == "call_method":
-                return _dtypes(tensors.propagate(lambda x, *rest: getattr(x, str(node.target))(*rest, **kwargs), *args))
-            assert callable(node.target)
-            return _dtypes(tensors.propagate(lambda *given: node.target(*given, **kwargs), *args))  # type: ignore[operator]
+            return _dtypes(tensors.propagate(functools.partial(walk.function_of(node.target), **kwargs), *args))
     except (RuntimeError, TypeError):
         return None
 

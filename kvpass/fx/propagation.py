@@ -30,7 +30,7 @@ from kvpass.fx.op_table import (
     tagged,
 )
 from kvpass.fx.shapes import expr, number
-from kvpass.fx.walk import example_value, is_size, is_tensor, operand_of
+from kvpass.fx.walk import example_value, function_of, is_size, is_tensor, operand_of
 from kvpass.torch_private import tensors
 
 
@@ -227,9 +227,7 @@ class SmallSizes:
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), replace)
         with tensors.real_tensors():
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return function_of(node.target)(*args, **kwargs)
 
     def try_run(self, node: fx.Node, operands: dict[fx.Node, Any]) -> Any:
         """Return the result of `run`, or None if the operation does not run on these tensors."""

@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from kvpass.fx.alias import AliasSets, ancestors_with_writes, dependents
-from kvpass.fx.walk import arguments_text, example_value, is_size, placeholders
+from kvpass.fx.walk import arguments_text, example_value, function_of, is_size, placeholders
 from kvpass.torch_private import fx_nodes, tensors
 
 
@@ -151,12 +151,11 @@ def with_value(node: fx.Node, value: Any) -> fx.Node:
 
 def emit(graph: fx.Graph, target: Any, *args: Any, value: Any = None, **kwargs: Any) -> fx.Node:
     """Add a call of a function, or of a method by its name, and record its value or compute it."""
-    function = target
-    if isinstance(target, str):
-        node, function = graph.call_method(target, args, kwargs), lambda x, *others: getattr(x, target)(*others)
-    else:
-        node = graph.call_function(target, args, kwargs)
-    return with_value(node, tensors.propagate(function, *map_arg(args, example_value)) if value is None else value)
+    node = (graph.call_method if isinstance(target, str) else graph.call_function)(target, args, kwargs)
+    if value is None:
+        values, named = map_arg((args, kwargs), example_value)
+        value = tensors.propagate(functools.partial(function_of(target), **named), *values)
+    return with_value(node, value)
 
 
 def emit_before(

@@ -120,6 +120,11 @@ def target_name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
+def function_of(target: Any) -> Callable[..., Any]:
+    """Return the function that the target of a call stands for; a name stands for a method."""
+    return target if callable(target) else lambda x, *others, **named: getattr(x, target)(*others, **named)
+
+
 def arguments_text(node: fx.Node, name_of_parent: Callable[[fx.Node], Any]) -> str:
     """Return the arguments of a node as text, with names instead of nodes; 1, 1.0 and True differ."""
     return repr(map_arg((node.args, node.kwargs), name_of_parent))

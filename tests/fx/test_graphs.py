@@ -10,7 +10,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch._dynamo.testing import EagerAndRecordGraphs
 
-from kvpass.fx import alias
+from kvpass.fx import alias, splicing, walk
 from kvpass.torch_private import fx_nodes
 
 
@@ -102,3 +102,20 @@ def test_regions_of_vmap_stay_whole_or_go(name: str) -> None:
     assert torch.equal(made, function(x))
     kinds = [fx_nodes.batching_kind(node) for node in gm.graph.nodes]
     assert kinds.count("begins") == kinds.count("ends") == regions
+
+
+@pytest.mark.parametrize(
+    ("target", "more", "named", "shape"),
+    [
+        (torch.sum, (1,), {}, (2,)),
+        (torch.sum, (), {"dim": 1, "keepdim": True}, (2, 1)),
+        ("sum", (0,), {"keepdim": True}, (1, 3)),
+    ],
+)
+def test_an_added_call_has_the_value_of_its_result(
+    target: object, more: tuple[int, ...], named: dict[str, int], shape: tuple[int, ...]
+) -> None:
+    graph = fx.Graph()
+    x = splicing.with_value(graph.placeholder("x"), torch.empty(2, 3, device="meta"))
+    assert walk.example_value(splicing.emit(graph, target, x, *more, **named)).shape == shape
+    assert walk.example_value(splicing.emit(graph, target, x, *more, value=7, **named)) == 7

@@ -66,6 +66,11 @@ class StepCase:
         return self.context.stores_unrotated_keys
 
     @property
+    def renumbers(self) -> bool:
+        """True if cached tokens get other positions than in the model's own cache."""
+        return self.stores_unrotated_keys or any(layout.policy.renumbers for layout in self.given.layouts)
+
+    @property
     def query_len(self) -> int:
         """q of the current call."""
         return symbolic_shapes.size_hint(self.rewrite.signature.query_len)

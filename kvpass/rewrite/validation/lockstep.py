@@ -146,12 +146,15 @@ class Lockstep:
                 visits |= dict.fromkeys((site.grown_key, site.grown_value), at_append)
             for node in (site.query, site.key, site.value):
                 visits.setdefault(node, self._keep_input)
+        run = GraphRun(self.canonical_gm, self.argument, {**visits, **(rounding or {})}, self.caches)
+        self.run("canonical", run, self.last_call)
+
+    def run(self, name: str, run: GraphRun, last: fx.Node | None) -> list[Any]:
+        """Return the results of a graph other than Dynamo's, which must run; `name` is for the error."""
         try:
-            GraphRun(self.canonical_gm, self.argument, {**visits, **(rounding or {})}, self.caches).run_to(
-                self.last_call
-            )
+            return run.run_to(last)
         except DoesNotRun as error:
-            self.refuse(self.sites[0], f"the canonical graph does not run: {error}")
+            self.refuse(self.sites[0], f"the {name} graph does not run: {error}")
 
     def _keep_input(self, run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         self.inputs[node.name] = result.clone()

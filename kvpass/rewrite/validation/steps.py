@@ -13,6 +13,7 @@ A policy that changes logits (sage, buzz with `Buzz.log_n`) is compared without 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +30,7 @@ from kvpass.lowering.formats import EncodedVectors
 from kvpass.rewrite.computed_keys import join_heads, split_heads
 from kvpass.rewrite.validation.conversation import Conversation, ConversationPlan, StepCase
 from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
-from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
+from kvpass.rewrite.validation.interpreter import GraphRun, Visit
 from kvpass.rewrite.validation.lockstep import Lockstep, Validation, on_few_threads, run_validation
 from kvpass.rewrite.validation.slots import SyntheticSlots
 from kvpass.torch_private import symbolic_shapes
@@ -106,10 +107,9 @@ def _further_plans(case: StepCase, first: ConversationPlan) -> Iterator[Conversa
 
 def _plans_without_keys(case: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
     """Yield conversations at the beginning of a block, where a query may see no cached key."""
-    renumbers = case.stores_unrotated_keys or any(layout.policy.renumbers for layout in case.given.layouts)
     for number in length_constants(case.dynamo_gm.graph)[:MAX_BLOCKS]:
         for count, dropped in ((number, 0), (number + 2, 2)):
-            if count + case.query_len <= _most_tokens(case) and _fits(case, count) and not (renumbers and dropped):
+            if count + case.query_len <= _most_tokens(case) and _fits(case, count) and not (case.renumbers and dropped):
                 yield ConversationPlan(count, pads_left=False, dropped=dropped)
     short = min(first.count, _capacity(case))
     for count in (short - 1, short):  # one of these begins a block of two
@@ -117,7 +117,7 @@ def _plans_without_keys(case: StepCase, first: ConversationPlan) -> Iterator[Con
             yield ConversationPlan(count, pads_left=False)
     if short > 1 and _fits(case, short) and _has_ids(case):
         yield ConversationPlan(short, ids="new", pads_left=False)
-        if not renumbers:
+        if not case.renumbers:
             yield ConversationPlan(short, ids="changing", pads_left=False, dropped=short - short // 2)
 
 
@@ -134,7 +134,7 @@ def _tokens_of_interest(constants: list[int], count: int, query_len: int) -> tup
 
 
 def _has_ids(case: StepCase) -> bool:
-    others = {*case.padding_indices.values(), *(index for pair in case.pasts for index in pair)}
+    others = {*case.padding_indices.values(), *itertools.chain(*case.pasts)}
     inputs = [node for i, node in enumerate(walk.placeholders(case.dynamo_gm.graph)) if i not in others]
     ids = [node for node in inputs if walk.is_tensor(node) and not example_value(node).is_floating_point()]
     return any(case.given.sizes.growing_dims(example_value(node)) for node in ids)
@@ -153,8 +153,7 @@ def _fits(case: StepCase, count: int) -> bool:
     If cached tokens are renumbered, all must be cached.  If layers store their last tokens only, there must be enough
     to fill their windows.  A sparse index must select all keys, as it does on the slots.
     """
-    renumbers = case.stores_unrotated_keys or any(layout.policy.renumbers for layout in case.given.layouts)
-    if renumbers and count > _capacity(case):
+    if case.renumbers and count > _capacity(case):
         return False
     if count < max((window for window in case.context.windows if window is not None), default=1):
         return False
@@ -179,7 +178,7 @@ def _inputs_serve(case: StepCase, count: int) -> bool:
 
     An input that marks padding has an entry for each token.  If its size is a number, the graph serves one length.
     """
-    placeholders, pasts = walk.placeholders(case.dynamo_gm.graph), {index for pair in case.pasts for index in pair}
+    placeholders, pasts = walk.placeholders(case.dynamo_gm.graph), {*itertools.chain(*case.pasts)}
     if not all(
         case.given.sizes.grows(example_value(placeholders[index]).shape[-1]) for index in case.padding_indices.values()
     ):
@@ -242,11 +241,8 @@ def _run_rewritten(case: StepCase, conversation: Conversation, lockstep: Lockste
         pairs = [(rewritten.query, site.query), (rewritten.key, site.key), (rewritten.value, site.value)]
         if not case.stores_unrotated_keys or bool(conversation.valid.all()):
             visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
-    try:
-        end = None if lockstep.last_call is None else context.attention.replaced[lockstep.last_call.name]
-        return GraphRun(rewritten_gm, slots.argument_factory(), visits).run_to(end)
-    except DoesNotRun as error:
-        lockstep.refuse(case.given.sites[0], f"the rewritten graph does not run: {error}")
+    end = None if lockstep.last_call is None else context.attention.replaced[lockstep.last_call.name]
+    return lockstep.run("rewritten", GraphRun(rewritten_gm, slots.argument_factory(), visits), end)
 
 
 def _at_mask(
