@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpass.lowering.attend import RotaryPairs, pairs_of, weights_of
+from kvpass.lowering.attend import RotaryPairs, rotary_pairs_of, weights_of
 
 POSITIONS, WIDTH = 7, 12
 
@@ -33,7 +33,7 @@ def neighbours(key: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("rotate", "pairs"), [(halves, RotaryPairs(12, False)), (neighbours, RotaryPairs(8, True))])
 def test_pairs_found_in_a_rotation_rotate_as_the_model_does(rotate, pairs):
-    seen = pairs_of(torch.stack([rotate(unit)[3] for unit in torch.eye(WIDTH)]))
+    seen = rotary_pairs_of(torch.stack([rotate(unit)[3] for unit in torch.eye(WIDTH)]))
     assert seen == pairs
     own, other = weights_of(rotate, pairs, torch.empty(WIDTH))
     key = torch.randn(WIDTH)
@@ -51,7 +51,7 @@ def test_pairs_found_in_a_rotation_rotate_as_the_model_does(rotate, pairs):
     ],
 )
 def test_other_mixtures_are_left_to_the_plain_form(matrix):
-    assert pairs_of(matrix) is None
+    assert rotary_pairs_of(matrix) is None
 
 
 @pytest.mark.parametrize(
