@@ -126,14 +126,14 @@ def attend(
 
     Args:
         query: [B, Hkv, G, q, D].
-        key, value: rows [B, Hkv, C, D] and [B, Hkv, C, Dv].
+        key, value: vectors [B, Hkv, C, D] and [B, Hkv, C, Dv].
         scale: multiplies the logits.
         mask: bool, broadcastable to [B, Hkv, G, q, C].
         bias: added to the logits; broadcastable to the same shape.
         rotate: applied to the keys at read, pointwise in the slots.
         cap: bounds the logits before bias and mask, as cap * tanh(logits / cap).
         sink_logit: more logits [B or 1, Hkv, G, q or 1, 1] in the softmax, without values.
-        with_logits: return probabilities and logits too.
+        with_logits: whether to return probabilities and logits too.
         rope: the same embedding as `rotate`, for the kernels.
         unknown_queries: the queries whose output is unknown.
 
@@ -197,7 +197,7 @@ class UnknownQueries(NamedTuple):
     rounded: Tensor | None = None
 
     def mask(self, most: Tensor) -> Tensor:
-        """Return which queries with these highest logits are unknown."""
+        """Return which queries are unknown, by their highest logits."""
         unknown = self.padded & (most <= HIDDEN)
         if self.rounded is not None:
             unknown = unknown | (self.rounded & (most <= HIDDEN) & (most > ABSORBING))

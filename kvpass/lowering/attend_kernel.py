@@ -440,16 +440,16 @@ def _launch_options(rows: int, bits: int, rotary: int, halved: bool) -> dict[str
     Many rows and rotated keys need the registers of more warps.  Eight-bit codes take about as long to convert as to
     load, so another stage overlaps the two.
     """
-    wide = rows > 16 or (rotary > 0 and not (bits > 0 and halved))
-    return {"num_warps": 8 if wide else 4, "num_stages": 3 if bits == 8 and not (wide or rotary) else 2}
+    many_warps = rows > 16 or (rotary > 0 and not (bits > 0 and halved))
+    return {"num_warps": 8 if many_warps else 4, "num_stages": 3 if bits == 8 and not (many_warps or rotary) else 2}
 
 
 def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
     """Return the number of parts that the slots are cut into, and the slots of each part."""
     blocks = -(-capacity // block)
     most = min(MAX_SPLITS, max(MIN_SPLITS, ONE_WAVE // programs))
-    wanted = max(1, min(blocks, most, -(-PROGRAMS // programs)))
-    each = -(-blocks // wanted)
+    count = max(1, min(blocks, most, -(-PROGRAMS // programs)))
+    each = -(-blocks // count)
     return -(-blocks // each), each * block
 
 
@@ -562,8 +562,8 @@ def attend_by_kernel(
     if rope is not None:
         rotary = rope.rank, rope.cos, rope.sin, rope.pairs.width, rope.pairs.interleaved
     stored = _scales_and_zeros(key, value)
-    given = (mask, bias, sink_logit, *rotary, scale, cap, with_logits, key.format.bits)
-    output, most, total, logits = torch.ops.kvpass.attend_slots(query, keys, values, *stored, *given)
+    options = (mask, bias, sink_logit, *rotary, scale, cap, with_logits, key.format.bits)
+    output, most, total, logits = torch.ops.kvpass.attend_slots(query, keys, values, *stored, *options)
     most = most[..., None]
     if unknown_queries is not None:
         output = torch.where(unknown_queries.mask(most), torch.nan, output)
@@ -574,7 +574,7 @@ def attend_by_kernel(
 
 def _scales_and_zeros(key: EncodedVectors, value: EncodedVectors) -> list[Tensor | None]:
     """Return the scales of keys and of values, and their zero points, or None for each that is missing."""
-    found = itertools.zip_longest(*(rows.parts[1:] for rows in (key, value)))
+    found = itertools.zip_longest(*(vectors.parts[1:] for vectors in (key, value)))
     flat: list[Tensor | None] = [part for pair in found for part in pair]
     return flat + [None] * (4 - len(flat))
 

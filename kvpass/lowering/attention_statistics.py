@@ -169,7 +169,7 @@ def _attended(
     Probabilities are computed when they are read; see `kvpass.lowering.attention_sums.probabilities`.
 
     Args:
-        means: whether the mean of all heads is enough.  The output is then complete when all means have been read.
+        means: whether the caller reads only the mean of all heads.  The output is complete when it has read all means.
     """
     if value is None:
         return None, attention_sums.column_sums(attention, valid, powers), attention_sums.probabilities(attention)
@@ -183,11 +183,7 @@ def _attended(
 def _statistics(
     attention: AttentionInputs, arguments: StatisticsArguments, valid: Tensor, sums: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Return the statistics that the arguments name, except a scan.
-
-    Args:
-        sums: the `SUMS` that they name, [B, Hkv, G, S].
-    """
+    """Return the statistics that the arguments name, except a scan; `sums` are those of `SUMS`, [B, Hkv, G, S]."""
     results = dict(zip(SUMS, sums, strict=False))  # fewer without the squares
     if not {*LAST_QUERY_STATISTICS}.isdisjoint(arguments.names):
         results |= zip(LAST_QUERY_STATISTICS, late_statistics(attention, valid, arguments.window), strict=True)
@@ -237,14 +233,14 @@ def statistics_of(policy: Policy) -> tuple[Statistic, ...]:
 
 
 def fuses_attention(policy: Policy, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Return whether the operator is also to compute attention of these tensors, which may be fake.
+    """Return whether the operator should also compute attention of these tensors, which may be fake.
 
-    Statistics of all queries use the log-sum-exp that it returns. For other policies it pays if attention of
-    this number of queries is faster than the library's.
+    Statistics of all queries use the log-sum-exp of attention.  For other policies the operator computes attention only
+    if it is faster than the library for this number of queries.
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
-        mask: that of attention, or None.
+        mask: the mask of attention, or None.
     """
     alike = query.dtype == key.dtype == value.dtype and key.shape[3] == value.shape[3]
     if not alike or query.device.type != "cpu":
@@ -261,14 +257,14 @@ class StatisticsOperands(AttentionInputs):
 
     Attributes:
         heads: see `StatisticsArguments`.
-        sharding: where the other heads of the layer are.
+        sharding: see `kvpass.policies.types.Attention`.
     """
 
     heads: int = dataclasses.field(kw_only=True)
     sharding: HeadSharding | None = dataclasses.field(kw_only=True)
 
     def first_tokens(self, count: int) -> StatisticsOperands:
-        """Return the specification for the first `count` queries, without the keys after them."""
+        """Return the operands of the first `count` queries, without the keys after them."""
         total = self.key.shape[2] - self.query.shape[2] + count
         mask = None if self.mask is None else self.mask[..., :count, :total]
         sink_logit = None if self.sink_logit is None else self.sink_logit[:, :, :count]

@@ -7,8 +7,8 @@ values of all heads from them.  This subgraph is cut out and applied to slots wh
 A mask may also be computed from cached vectors, for example a bias for each key that is computed from its value.  The
 tensors that such a mask reads from the vectors of one token, its *key features*, are cut out with the keys and values.
 
-In general it is unknown which query heads read which part of such a cache.  So all its heads keep the same
-tokens: they are joined into one head.
+It is unknown which query heads read which part of such a cache.  So its heads are joined into one, and keep the same
+tokens.
 """
 
 from __future__ import annotations

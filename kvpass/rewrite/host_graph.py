@@ -10,7 +10,7 @@ from kvpass.rewrite.context import StepContext
 
 
 def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphModule | None:
-    """Return a graph of the outputs, inputs and checks that read all tokens, or None.
+    """Return a graph of the outputs, inputs and checks that read all tokens; None if there are none.
 
     Args:
         gather_from: other nodes to compute, from which entries are gathered.
@@ -26,22 +26,22 @@ def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
     for node in read:
         if node.name not in originals:
             step.refuse_growth(node)
-    wanted = [outputs[index] for index in step.outputs.dynamo_outputs.grown] + [originals[node.name] for node in read]
-    needed = alias.ancestors_with_writes(wanted, reader=end)
-    _check_reads_no_cache(step, wanted, needed)
+    results = [outputs[index] for index in step.outputs.dynamo_outputs.grown] + [originals[node.name] for node in read]
+    needed = alias.ancestors_with_writes(results, reader=end)
+    _check_reads_no_cache(step, results, needed)
     for writer in alias.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
         step.refuse_growth(writer)  # both graphs would write
     if not needed.isdisjoint(each.call for each in attention_calls(step.given.sites)):
-        step.refuse_growth(wanted[0])
-    return splicing.extract(step.given.canonical_gm, wanted, end)
+        step.refuse_growth(results[0])
+    return splicing.extract(step.given.canonical_gm, results, end)
 
 
-def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[fx.Node]) -> None:
+def _check_reads_no_cache(step: StepContext, results: list[fx.Node], needed: set[fx.Node]) -> None:
     pasts = {past for site in step.given.sites for past in site.pasts}
     if needed.isdisjoint(pasts):
         return
     writers = sorted(filter(alias.writes, needed))  # a value may read the cache through a write to its memory alone
-    first = next(node for node in (*wanted, *writers) if not pasts.isdisjoint(walk.ancestors(node)))
+    first = next(node for node in (*results, *writers) if not pasts.isdisjoint(walk.ancestors(node)))
     reads = "reads all tokens in the cache, as attention probabilities and checks of the cache do"
     why = f"{walk.target_name(first)!r} {reads}, and slots do not hold every token"
     walk.refuse(first, f"{why}: leave that out (output_attentions), or run the model uncompiled")

@@ -59,7 +59,7 @@ class MaskSubgraph:
         host_inputs: nodes that read all tokens together, such as the amount of padding in a row; `subgraph` binds them.
         key_features: tensors that it reads from the key's stored vectors, see `kvpass.rewrite.computed_keys`.
         query_len: q.
-        shifted: the model counts keys from the first that it stores; the first node is the index of that key.
+        shifted: whether the model counts keys from the first that it stores; the first node is the index of that key.
         nodes: the nodes that it reads for a layer.
     """
 
@@ -100,8 +100,8 @@ class MaskSubgraph:
             inputs = (index - first, position[None, None] + 1, *valid, *own_entries, *values[count:])
             mask: Tensor = self.subgraph.run(*inputs, *bound)
             if mask.shape[-1] != 1:
-                columns = f"{mask.shape[-1]} columns: the model fixes the number of keys"
-                raise UnsupportedGraph(f"the mask of one key has {columns}")
+                fixed = "the model fixes the number of keys; let it follow the length of the cache"
+                raise UnsupportedGraph(f"the mask of one key has {mask.shape[-1]} columns: {fixed}")
             return mask.squeeze(-1)  # [b, h, q]
 
         in_dims = (0, 0, *[0] * count, *[None] * len(key_features))
@@ -129,13 +129,13 @@ def _own_masks(masks: Tensor, heads: int) -> Tensor:
     G or 1, ...].  The model's code computes all rows and heads at the index of each row and head.
     Only the diagonals are needed, and a compiler computes only these.
     """
-    rows, index_heads = masks.shape[:2]
+    rows, metadata_heads = masks.shape[:2]
     masks = masks[:, :, :, 0] if masks.shape[3] == 1 else masks.diagonal(0, 0, 3).movedim(-1, 0)  # [B, H', N, h, ...]
     assert masks.shape[0] == rows
     if masks.shape[3] == 1:
         return masks
     masks = torch.unflatten(masks, 3, (heads, -1))  # [B, H', N, Hkv, G, ...]
-    if index_heads == 1:
+    if metadata_heads == 1:
         return masks[:, 0].movedim(2, 1)
     return masks.diagonal(0, 1, 3).movedim(-1, 1)
 
@@ -189,10 +189,9 @@ def check_not_overwritten(
 
 
 class _KeyCutter:
-    """Copy the mask's subgraph for one key: the key index and the cache's length take the values of one key.
+    """Copy the mask's subgraph for one key, with the key index and the cache's length of that key.
 
-    Nodes that are proven to compute slice by slice are copied (`kvpass.capture.key_axis`).  The host precomputes the
-    others.
+    It copies nodes that provably compute slice by slice (`kvpass.capture.key_axis`).  The host precomputes the others.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from kvpass.rewrite.context import DynamoOutputs, Pass, PassRecord, StepContext
 from kvpass.rewrite.host_graph import build_host_graph
 from kvpass.rewrite.inputs import GatheredInput
 from kvpass.rewrite.passes import STEP_PASSES
-from kvpass.rewrite.step_graph import has_loose_strides
+from kvpass.rewrite.step_graph import strides_may_change
 from kvpass.torch_private import fx_nodes, symbolic_shapes
 
 
@@ -33,7 +33,7 @@ def new_columns(column: Tensor, length: int, query_len: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class StepSignature:
-    """The arguments of a step's code, and what its caller does with the results.
+    """The arguments of a step's code, and the use of its results by the caller.
 
     The code takes the slots' tensors of every layer, the `policy_weights`, then `columns`, `entries`, the host inputs,
     and the `inputs`.
@@ -167,9 +167,9 @@ def rewrite_step(
     return _result(step)
 
 
-def _loose_inputs(step: StepContext, inputs: Sequence[int]) -> list[int]:
+def _inputs_of_changing_strides(step: StepContext, inputs: Sequence[int]) -> list[int]:
     """Return the inputs whose strides may change, or refuse a graph that writes to one of them."""
-    result = [index for index in inputs if has_loose_strides(walk.example_value(step.placeholders[index]))]
+    result = [index for index in inputs if strides_may_change(walk.example_value(step.placeholders[index]))]
     writers = alias.writers_to({step.placeholders[index] for index in result})
     if writers:
         why = "writes in place to an input whose sizes change from call to call; a step gets a copy of it"
@@ -183,7 +183,7 @@ def _result(step: StepContext) -> StepRewrite:
     inputs = [index for index, argument in enumerate(step.placeholders) if argument in remaining]
     signature = StepSignature(
         inputs=inputs,
-        dynamic_stride_inputs=_loose_inputs(step, inputs),
+        dynamic_stride_inputs=_inputs_of_changing_strides(step, inputs),
         columns=[step.placeholders.index(argument) for argument in step.inputs.columns],
         query_len=step.query_len,
         policy_weights=step.policy_weights.tensors,

@@ -2,8 +2,7 @@
 
 Lookups in tables of learned positions and rotary embeddings read position ids.  In a step both read the model's own ids
 minus the number of evicted tokens of the row (`kvpass.rewrite.passes.positions`).  In a prompt they read positions in
-windows (`kvpass.rewrite.prompt`).  So any offset that a model adds stays right, and ids do not change before a token is
-evicted.
+windows (`kvpass.rewrite.prompt`).  So any offset that a model adds stays right, and ids change only after an eviction.
 """
 
 from __future__ import annotations

@@ -39,12 +39,12 @@ class RotarySubgraph:
     """The rotary embedding as a function of the unrotated key and its position, in two parts.
 
     The first part, `angles`, depends on positions alone (cosines and sines, for example).  It is evaluated once for the
-    ranks 0, 1, ... and gives a table that all layers share.  The second part, `rotate`, rotates a key with a row of it.
+    ranks 0, 1, ..., which gives a table that all layers share.  The second part, `rotate`, rotates a key by an entry.
 
     Attributes:
-        angles: from positions, shaped as `position`, to the tensors with which keys are rotated.
+        angles: from positions, shaped as `position_shape`, to the tensors with which keys are rotated.
         rotate: inputs are the key [B, Hkv, q, D] and the results of `angles`.
-        position: the shape of the positions that the model's code expects.
+        position_shape: the shape of the positions that the model's code expects.
         angle_dtypes: the dtypes of the results of `angles`.
         angle_inputs: shapes and dtypes of the inputs of `angles` other than positions.
         rotate_inputs: shapes and dtypes of the inputs of `rotate` other than the results of `angles`; the key is the
@@ -54,7 +54,7 @@ class RotarySubgraph:
 
     angles: Subgraph
     rotate: Subgraph
-    position: tuple[Any, ...]
+    position_shape: tuple[Any, ...]
     angle_dtypes: tuple[torch.dtype, ...]
     angle_inputs: tuple[Spec, ...]
     rotate_inputs: tuple[Spec, ...]
@@ -62,7 +62,7 @@ class RotarySubgraph:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.angles.key, self.rotate.key, str(self.position), str(self.rotate_inputs[0]))
+        return (self.angles.key, self.rotate.key, str(self.position_shape), str(self.rotate_inputs[0]))
 
     @property
     def bound(self) -> tuple[fx.Node, ...]:
@@ -70,7 +70,7 @@ class RotarySubgraph:
         return (*self.angles.bound, *self.rotate.bound)
 
     @property
-    def shape(self) -> tuple[Any, ...]:  # [B, Hkv, q, D] of the keys
+    def key_shape(self) -> tuple[Any, ...]:  # [B, Hkv, q, D] of the keys
         return self.rotate_inputs[0][0]
 
     def with_numbers(self) -> RotarySubgraph:
@@ -79,9 +79,10 @@ class RotarySubgraph:
         def numbers(spec: Spec) -> Spec:
             return tuple(map(symbolic_shapes.size_hint, spec[0])), spec[1]
 
-        position, _ = numbers((self.position, torch.int64))
+        position, _ = numbers((self.position_shape, torch.int64))
         angle_inputs, rotate_inputs = (tuple(map(numbers, specs)) for specs in (self.angle_inputs, self.rotate_inputs))
-        return dataclasses.replace(self, position=position, angle_inputs=angle_inputs, rotate_inputs=rotate_inputs)
+        inputs: dict[str, Any] = dict(angle_inputs=angle_inputs, rotate_inputs=rotate_inputs)
+        return dataclasses.replace(self, position_shape=position, **inputs)
 
     def without_nodes(self) -> RotarySubgraph:
         """Return the subgraph without the nodes of the original graph, which would keep that graph alive."""
@@ -91,14 +92,13 @@ class RotarySubgraph:
     def table(self, count: int, bound: list[Tensor], device: torch.device) -> list[Tensor]:
         """Return the angles of keys at positions 0 .. count - 1, each [count, ...].
 
-        On a CPU they are float32: otherwise every key of every head would convert its row again.  Entries past
-        the model's last position repeat its angles.  They have no effect, because every query that attends to such a
-        key is out of range itself.
+        On a CPU they are float32, so that no key converts them again.  Entries past the model's last position repeat
+        its angles; a query that attends to such a key is out of range itself.
         """
         run = self.angles.module if isinstance(count, int) else PaddedSections(self.angles.module).run
 
         def angles_at(position: Tensor) -> tuple[Tensor, ...]:
-            result: tuple[Tensor, ...] = run(position.expand(self.position), *bound)
+            result: tuple[Tensor, ...] = run(position.expand(self.position_shape), *bound)
             return result
 
         position = torch.arange(count, device=device)
@@ -109,7 +109,8 @@ class RotarySubgraph:
 
     def probe(self, angle_inputs: Sequence[Any], rotate_inputs: Sequence[Any], device: torch.device) -> Tensor:
         """Rotate one key to a few positions: [positions, Hkv, D]; NaN if rows or tokens rotate it differently."""
-        position, shape = (tuple(map(symbolic_shapes.size_hint, each)) for each in (self.position, self.shape))
+        shapes = self.position_shape, self.key_shape
+        position, shape = (tuple(map(symbolic_shapes.size_hint, each)) for each in shapes)
         key = torch.linspace(0.25, 1, shape[3], device=device).to(self.rotate_inputs[0][1]).expand(shape).clone()
         rotated = list[Tensor]()
         last = max(PROBED) if self.position_count is None else self.position_count - 1
@@ -130,14 +131,14 @@ class RotarySubgraph:
         parts = keys.tensors if keys.whole is None else (*keys.tensors, keys.whole)
 
         def rotate_slot(parts: tuple[Tensor, ...], rank: Tensor) -> tuple[Tensor, ...]:
-            """Rotate one slot's keys [b, Hkv, .], in sections and whole, to one rank; b as in `shape`."""
-            repeated = tuple(part[:, :, None].expand(-1, -1, self.shape[2], -1) for part in parts)
+            """Rotate one slot's keys [b, Hkv, .], in sections and whole, to one rank; b as in `key_shape`."""
+            repeated = tuple(part[:, :, None].expand(-1, -1, self.key_shape[2], -1) for part in parts)
             key = Sections(repeated[:section_count], *repeated[section_count:])
             sections = rotate.run_on(key, *self._in_traced_dtypes(rows[rank] for rows in table), *bound)
             return tuple(section[:, :, 0] for section in sections)
 
         slots = torch.vmap(rotate_slot, in_dims=(2, 0), out_dims=2)  # over N
-        if expr(self.shape[0]) == 1:
+        if expr(self.key_shape[0]) == 1:
             heads = torch.vmap(lambda row, rank: slots(tuple(part[None] for part in row), rank), (None, 0))  # over H'
             return [_head_by_head(section[:, :, 0]) for section in torch.vmap(heads)(parts, rank)]
         rotated = torch.vmap(torch.vmap(lambda rank: slots(parts, rank)))(rank)
@@ -147,18 +148,17 @@ class RotarySubgraph:
         """Return the subgraph for one row and query, given `broadcast_dims`."""
         if dims is None:
             return self
-        one_key = ((1, self.shape[1], 1, self.shape[3]), self.rotate_inputs[0][1])
+        one_key = ((1, self.key_shape[1], 1, self.key_shape[3]), self.rotate_inputs[0][1])
         return dataclasses.replace(
             self, angles=_narrow_results(self.angles, dims), rotate_inputs=(one_key, *self.rotate_inputs[1:])
         )
 
     def broadcast_dims(self) -> list[list[int]] | None:
-        """Return the dimensions of each result of `angles` that one row and query need one entry of.
+        """Return the dimensions of each result of `angles` of which one row and query need one entry.
 
-        Returns:
-            None if the subgraph is for one key already, or if random keys are not rotated independently.
+        The result is None if the subgraph is for one key already, or if random keys are not rotated independently.
         """
-        if expr(self.shape[0]) == expr(self.shape[2]) == 1:
+        if expr(self.key_shape[0]) == expr(self.key_shape[2]) == 1:
             return None
         if any(not shape for shape, _ in (*self.angle_inputs, *self.rotate_inputs)):  # it reads dynamic sizes
             return None
@@ -170,8 +170,8 @@ class RotarySubgraph:
             [_random(spec, generator) for spec in specs] for specs in (self.angle_inputs, self.rotate_inputs)
         )
         try:
-            angles = self.angles.run(torch.tensor(3).expand(self.position), *angle_values)
-            dims = [_constant_dims(x, (self.shape[0], self.shape[2])) for x in angles]
+            angles = self.angles.run(torch.tensor(3).expand(self.position_shape), *angle_values)
+            dims = [_constant_dims(x, (self.key_shape[0], self.key_shape[2])) for x in angles]
             narrowed = [_first_entries(*each) for each in zip(angles, dims, strict=True)]
             rotated = self.rotate.run(keys, *angles, *rest)
             equal = all(
@@ -194,14 +194,15 @@ class RotarySubgraph:
             return _random(spec, generator)
 
         try:
-            angles = self.angles.run(torch.tensor(3).expand(self.position), *map(random, self.angle_inputs))
+            angles = self.angles.run(torch.tensor(3).expand(self.position_shape), *map(random, self.angle_inputs))
             inputs = [*angles, *map(random, self.rotate_inputs[1:])]
-            keys = torch.cat([torch.eye(self.shape[3]), random(((1, self.shape[3]), torch.float32)) * 9])
-            rotated = [self.rotate.run(key.expand(self.shape), *inputs) for key in keys.to(self.rotate_inputs[0][1])]
+            keys = torch.cat([torch.eye(self.key_shape[3]), random(((1, self.key_shape[3]), torch.float32)) * 9])
+            keys = keys.to(self.rotate_inputs[0][1])
+            rotated = [self.rotate.run(key.expand(self.key_shape), *inputs) for key in keys]
         except (RuntimeError, IndexError):  # it has tensors on another device, or needs indices and not random numbers
             return None
         equal_everywhere = all(torch.equal(x, x[:1, :1, :1].expand_as(x)) for x in rotated)
-        matrix, actual = torch.stack([x[0, 0, 0] for x in rotated]).double().tensor_split([self.shape[3]])
+        matrix, actual = torch.stack([x[0, 0, 0] for x in rotated]).double().tensor_split([self.key_shape[3]])
         expected = keys[-1:].double() @ matrix
         linear = torch.allclose(actual, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
         return rotary_pairs(matrix) if equal_everywhere and linear else None
@@ -211,12 +212,12 @@ class RotarySubgraph:
 
         def rotate(key: Tensor) -> Tensor:
             rotated: Tensor = torch.vmap(
-                lambda *rows: self.rotate.run(key.expand(self.shape), *self._in_traced_dtypes(rows), *bound)
+                lambda *rows: self.rotate.run(key.expand(self.key_shape), *self._in_traced_dtypes(rows), *bound)
             )(*table)
             return rotated[:, 0, 0, 0]
 
         return weights_of(
-            rotate, pairs, torch.empty(self.shape[3], dtype=self.rotate_inputs[0][1], device=table[0].device)
+            rotate, pairs, torch.empty(self.key_shape[3], dtype=self.rotate_inputs[0][1], device=table[0].device)
         )
 
 

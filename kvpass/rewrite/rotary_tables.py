@@ -23,7 +23,7 @@ class RotaryTables:
 
     def angles(self, rotary: RotarySubgraph, capacity: int) -> list[fx.Node]:
         """Return the nodes of the table of angles for ranks 0 .. capacity - 1."""
-        key = (rotary.angles.key, str(rotary.position), str(capacity))
+        key = (rotary.angles.key, str(rotary.position_shape), str(capacity))
         if key not in self._tables:
             step, first = self._step, self._step.sites[0].call
             nodes = [step.length, *rotary.angles.bound]  # the length only gives the device

@@ -52,7 +52,6 @@ class StepRewriteInput:
         sizes: the values of the graph's symbols in this call.
         length: the number of tokens before this call, padding included.
         windows: for each layer, how many tokens the model stores, None for all.
-        padding_inputs: the inputs that mark padding.
         compact: whether the policy compacts the slots in this step.
         dynamic_layouts: the layouts with symbols for the sizes that differ between calls; empty if there are none.
     """
@@ -70,7 +69,7 @@ class StepRewriteInput:
     dynamic_layouts: list[Layout] = dataclasses.field(default_factory=list)
 
     def with_layouts(self, change: Callable[[Layout], Layout]) -> StepRewriteInput:
-        """Return the call with changed layouts; its slots then hold no data."""
+        """Return this input with changed layouts, and with slots on the meta device."""
         layouts, dynamic_layouts = ([*map(change, each)] for each in (self.layouts, self.dynamic_layouts))
         slots = [each.on_meta(layout) for each, layout in zip(self.slots, layouts, strict=True)]
         return dataclasses.replace(self, layouts=layouts, dynamic_layouts=dynamic_layouts, slots=slots)
@@ -155,7 +154,7 @@ class StepGraph:
             return tensors.map_inner_tensors(
                 lambda part: empty(part.shape, part.stride(), dtype=part.dtype, device=part.device), value
             )
-        made_dense = node.op == "placeholder" and has_loose_strides(value)  # see `StepSignature.flat_arguments`
+        made_dense = node.op == "placeholder" and strides_may_change(value)  # see `StepSignature.flat_arguments`
         dense = made_dense or any(self.sizes.grows(stride) for stride in value.stride())
         fixed = None if dense else [self.sizes.resolved_size(stride) for stride in value.stride()]
         return empty(self.shape(node), fixed, dtype=value.dtype, device=self.device_of(node))
@@ -259,12 +258,12 @@ class SizeNodes:
         for argument in filter(walk.is_size, step.placeholders):
             if not step.sizes.grows(argument) and shapes.expr(step.sizes.resolved_size(argument)) == symbol:
                 return argument
-        raise UnsupportedGraph(f"no argument is the size {symbol}")
+        raise UnsupportedGraph(f"no argument has the size {symbol}; please report this graph (kvpass.explain)")
 
     def _compute(self, expression: sympy.Expr) -> fx.Node:
         function = _FUNCTIONS.get(expression.func.__name__)
         if function is None:
-            raise UnsupportedGraph(f"the size {expression} is neither a sum nor a product")
+            raise UnsupportedGraph(f"the size {expression} is no sum or product; please report it (kvpass.explain)")
         part, *others = expression.args
         node, *terms = map(self._number, expression.args)
         for term, addend in zip(terms, others, strict=True):
@@ -282,6 +281,6 @@ class SizeNodes:
         return node
 
 
-def has_loose_strides(tensor: Any) -> bool:
+def strides_may_change(tensor: Any) -> bool:
     """Return whether a tensor's strides may change from call to call."""
     return isinstance(tensor, Tensor) and any(isinstance(stride, torch.SymInt) for stride in tensor.stride())

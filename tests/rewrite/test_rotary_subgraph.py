@@ -84,7 +84,7 @@ def on_slots(rotary: RotarySubgraph, groups: int, *bound: Tensor) -> Tensor:
 def test_keys_rotated_for_one_row_and_query_are_those_rotated_for_all(queries, groups):
     whole = sliced(llama, rows=4, query_len=queries)
     (alone,) = for_one_key([whole])
-    assert alone.shape == (1, 3, 1, WIDTH)
+    assert alone.key_shape == (1, 3, 1, WIDTH)
     assert all(rows.shape == (7, 1, 1, 1, WIDTH) for rows in alone.table(7, [torch.ones(WIDTH // 2)], "cpu"))
     assert torch.equal(on_slots(alone, groups), on_slots(whole, groups))
     assert alone.pairs() == whole.pairs()
@@ -93,7 +93,7 @@ def test_keys_rotated_for_one_row_and_query_are_those_rotated_for_all(queries, g
 def test_a_slice_for_one_key_includes_what_follows_the_embedding():
     scaled = sliced(lambda key, cos, sin, scale: llama(key, cos, sin) * scale, (3, 1, WIDTH), rows=4)
     alone = for_one_key([sliced(normed, rows=4, query_len=3), scaled, scaled])
-    assert [cut.shape for cut in alone] == [(1, 3, 1, WIDTH)] * 3
+    assert [cut.key_shape for cut in alone] == [(1, 3, 1, WIDTH)] * 3
     scale = torch.rand(3, 1, WIDTH)
     assert torch.equal(on_slots(alone[2], 3, scale), on_slots(scaled, 3, scale))
 

@@ -48,8 +48,8 @@ def compile_deduplicated(
 ) -> inductor.Compiled | None:
     """Compile a graph with shared code for its layers, or return None to compile it as a whole.
 
-    Only CPU graphs are compiled in segments: on a GPU a step is one CUDA graph, whose launches are counted as a whole.
-    Graphs of distributed tensors stay whole, as their parts may exchange tensors.
+    Only CPU graphs are compiled in segments, because on a GPU a step is one CUDA graph.  Graphs of distributed tensors
+    stay whole, as their parts may exchange tensors.
 
     Args:
         gm: a graph without gradients.

@@ -92,7 +92,7 @@ class Segment:
 
 
 def symbols_among(values: Sequence[Any], symbols: Collection[Any]) -> set[Any]:
-    """Return the given symbols that occur in the operands' sizes."""
+    """Return those of some symbols that occur in the sizes of operands."""
     return {occurring for value in values for occurring in symbolic_shapes.symbols(value)}.intersection(symbols)
 
 
@@ -260,7 +260,7 @@ def _written_memory(nodes: Iterable[fx.Node], alias_sets: alias.AliasSets) -> se
 
 
 def _memory(graph: fx.Graph) -> alias.AliasSets:
-    """Return the nodes that may share memory, by schemas and recorded storage, which prove more than names."""
+    """Return the sets of nodes that may share memory, by schemas and recorded storage."""
 
     def aliased(node: fx.Node) -> list[fx.Node]:
         parents = node.all_input_nodes if node.op.startswith("call_") else []
@@ -289,19 +289,15 @@ def _keeps_writes(gm: fx.GraphModule, segments: list[Segment]) -> bool:
     """Return whether no written memory crosses a cut, apart from graph inputs under their own name."""
     alias_sets = _memory(gm.graph)
     segment_of = {node: number for number, segment in enumerate(segments) for node in segment.nodes}
-    groups: dict[fx.Node, list[fx.Node]] = {}
+    nodes_by_memory: dict[fx.Node, list[fx.Node]] = {}
     for node in gm.graph.nodes:
-        groups.setdefault(alias_sets.root(node), []).append(node)
-    return all(_is_in_one_segment(groups[root], segment_of) for root in _written_memory(segment_of, alias_sets))
+        nodes_by_memory.setdefault(alias_sets.root(node), []).append(node)
+    written = _written_memory(segment_of, alias_sets)
+    return all(_is_in_one_segment(nodes_by_memory[root], segment_of) for root in written)
 
 
 def _is_in_one_segment(group: list[fx.Node], segment_of: dict[fx.Node, int]) -> bool:
-    """Return whether nodes that share written memory are in one segment, or are one graph input and its views.
-
-    Args:
-        group: the nodes, in the order of the graph.
-        segment_of: the segment of each node that is in one.
-    """
+    """Return whether nodes that share written memory are in one segment, or are one graph input and its views."""
     inner = [node for node in group if node in segment_of]
     outer = [node for node in group if node not in segment_of]
     last = max(index for index, node in enumerate(inner) if alias.writes(node))

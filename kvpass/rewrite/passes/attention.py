@@ -137,13 +137,13 @@ class _AttentionReplacement:
         def function(*tensors: Tensor) -> Any:
             operands = _group_operands(tensors, counts)
             slots = template.with_tensors(operands["slots"])
-            new, call = NewTokens(*operands["new"]), parts.call(operands)
+            new, attention = NewTokens(*operands["new"]), parts.cached_attention(operands)
             if not step.decodes:
-                return results(chunk_step(layout, call, slots, new))
+                return results(chunk_step(layout, attention, slots, new))
             new = new._replace(valid=new.valid[:, 0])
             if first:
-                return results(decode_step(layout, call, slots, new, step.given.compact))
-            return results(read_step(layout, call, slots, new))
+                return results(decode_step(layout, attention, slots, new, step.given.compact))
+            return results(read_step(layout, attention, slots, new))
 
         return step.trace(function, nodes, layer)
 
@@ -234,7 +234,7 @@ class _LayerStepParts:
         rotary, computed = self.rotary and (self.rotary.key, self.pairs), self.computed and self.computed.subgraph.key
         return (self.mask and self.mask.key, rotary, computed, *facts, self.has_padding_inputs)
 
-    def call(self, operands: dict[str, list[Tensor]]) -> CachedAttention:
+    def cached_attention(self, operands: dict[str, list[Tensor]]) -> CachedAttention:
         """Return the attention call with the tensors that its parts read."""
         mask, rotary, computed, heads = self.mask, self.rotary, self.computed, self.layout.heads
         of_mask, table, of_rotary = operands["mask"], operands["table"], operands["rotate"]

@@ -1,6 +1,6 @@
 """Make the synthetic conversation of a validation: arguments of a step for the model's own graph.
 
-Earlier tokens have random keys and values.  Arguments are created on demand, and equal layers share their rows.
+Earlier tokens have random keys and values, which equal layers share.  Arguments are created on demand.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Conversation:
         self.stored = [min(plan.count, window or plan.count) for window in case.context.windows]
         self.kept = [self._choose_kept(layer) for layer in range(len(case.given.layouts))]
         self.signature = case.rewrite.signature.with_numbers(symbolic_shapes.size_hint)
-        self._rows: dict[Any, tuple[EncodedVectors, EncodedVectors]] = {}
+        self._vectors: dict[Any, tuple[EncodedVectors, EncodedVectors]] = {}
         self._rotated: dict[Any, Tensor] = {}
         self.arguments_without_past = self._plain_arguments()
 
@@ -168,27 +168,27 @@ class Conversation:
         return torch.tensor(sorted(list(dict.fromkeys(order))[:capacity]))
 
     def columns(self, layer: int) -> Tensor | None:
-        """Return the columns of the model's attention that are in the slots or new; None for all."""
+        """Return the indices of the keys that are in the slots or new among the model's keys; None for all."""
         kept, stored = self.kept[layer], self.stored[layer]
         if len(kept) == stored:
             return None
         new = torch.arange(stored, stored + self.case.query_len)
         return torch.cat([kept - self.count + stored, new]).to(self.case.given.layouts[layer].device)
 
-    def rows(self, layer: int) -> tuple[EncodedVectors, EncodedVectors]:
+    def vectors(self, layer: int) -> tuple[EncodedVectors, EncodedVectors]:
         """Return keys and values [B, Hkv, stored, D] in the slots' formats; equal layers share them."""
         layout, stored_count = self.case.given.layouts[layer], self.stored[layer]
         shape = (layout.batch, layout.heads, stored_count)
         kind = (layout.key_format, layout.value_format, layout.dtype, layout.kv_dtype, shape)
-        if kind not in self._rows:
+        if kind not in self._vectors:
             generator = torch.Generator().manual_seed(layout.key_dim)
             pair = [torch.randn(*shape, dim, generator=generator) for dim in (layout.key_dim, layout.value_dim)]
             key, value = (x.to(layout.device, layout.dtype) for x in pair)
             stored = EncodedVectors.of(layout.key_format, key), EncodedVectors.of(layout.value_format, value)
             if layout.kv_dtype is None:
                 stored = plain(stored[0].read_as(layout.dtype)), plain(stored[1].read_as(layout.dtype))
-            self._rows[kind] = stored
-        return self._rows[kind]
+            self._vectors[kind] = stored
+        return self._vectors[kind]
 
     def _plain_arguments(self) -> tuple[Any, ...]:
         """Return the arguments of the call without the past, cut to the length of the conversation."""
@@ -206,8 +206,8 @@ class Conversation:
         return tuple(arguments)
 
     def _is_ids(self, argument: Any) -> bool:
-        whole = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter) and argument.ndim > 0
-        return whole and argument.dtype in (torch.int64, torch.int32) and argument.numel() > 0
+        is_input = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter) and argument.ndim > 0
+        return is_input and argument.dtype in (torch.int64, torch.int32) and argument.numel() > 0
 
     def _continue_ids(self, ids: Tensor) -> Tensor:
         """Make positions continue this conversation, and change token ids if the plan says so."""
@@ -248,18 +248,14 @@ class Conversation:
         return marks
 
     def argument(self, index: int, rotated: bool = True) -> Any:
-        """Return an argument of the model's own graph; its keys may be left unrotated where no result depends on them.
-
-        Args:
-            index: among Dynamo's arguments.
-        """
+        """Return an argument of the model's own graph; unrotated keys are for results that do not depend on them."""
         if index not in self._pasts:
             return self.plain_argument(index)
         layer, kind = self._pasts[index]
-        rows = self.rows(layer)[kind].read_as(self.case.given.layouts[layer].dtype)
+        vectors = self.vectors(layer)[kind].read_as(self.case.given.layouts[layer].dtype)
         if kind == 0 and self.case.stores_unrotated_keys and rotated:
-            rows = self._as_cached(layer, rows)
-        return split_heads(rows, self.case.given.arguments[index].shape[1])
+            vectors = self._as_cached(layer, vectors)
+        return split_heads(vectors, self.case.given.arguments[index].shape[1])
 
     def _as_cached(self, layer: int, key: Tensor) -> Tensor:
         """Return keys as the model caches them, rotated."""

@@ -80,8 +80,9 @@ class ExactAttention:
     def of_heads(self, heads: Tensor, count: int) -> ExactAttention:
         """Select the results of the query heads of some KV heads, int64 [B, h]."""
         groups = self.output.shape[1] // count
-        own = (heads[:, :, None] * groups + torch.arange(groups, device=heads.device)).flatten(1)  # [B, h G]
-        return dataclasses.replace(self, output=select_heads(self.output, own), sees=select_heads(self.sees, own))
+        query_heads = (heads[:, :, None] * groups + torch.arange(groups, device=heads.device)).flatten(1)  # [B, h G]
+        output, sees = (select_heads(x, query_heads) for x in (self.output, self.sees))
+        return dataclasses.replace(self, output=output, sees=sees)
 
     def matches_mask(self, mask: Tensor, bias: Tensor | None, columns: Tensor) -> bool:
         """Return whether a mask [B, ., ., q, N] and a bias on slots equal the keys' ones.
@@ -152,16 +153,16 @@ def attend_exactly(
 
 
 def in_result_dtype(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of a call with its operands in the dtype of the result, to which autocasting rounds them."""
+    """Return the arguments of a call with operands rounded to the dtype of the result, as autocasting does."""
     narrower = torch.finfo(dtype).eps > torch.finfo(call["query"].dtype).eps
     if not narrower or call.get("output_dtype") is not None:
         return call
     return {**call, **{name: call[name].to(dtype) for name in ("query", "key", "value") if name in call}}
 
 
-def _for_heads(rows: Tensor, query: Tensor) -> Tensor:
+def _for_heads(vectors: Tensor, query: Tensor) -> Tensor:
     """Repeat keys or values for each query head, in float64, with zeros for numbers that are not finite."""
-    return rows.double().nan_to_num(0.0, 0.0, 0.0).repeat_interleave(query.shape[1] // rows.shape[1], 1)
+    return vectors.double().nan_to_num(0.0, 0.0, 0.0).repeat_interleave(query.shape[1] // vectors.shape[1], 1)
 
 
 def _select(bias: Tensor | None, dim: int, chosen: Tensor) -> Tensor | None:
@@ -275,18 +276,18 @@ def _eps(tensor: Tensor, *dtypes: torch.dtype | None) -> float:
     return max(eps, TENSOR_CORES) if tensor.is_cuda and eps > torch.finfo(torch.float64).eps else eps
 
 
-def equal_up_to_rounding(actual: Any, wanted: Any) -> bool:
+def equal_up_to_rounding(actual: Any, expected: Any) -> bool:
     """Return whether two values are equal up to rounding, given the same computation of equal values."""
-    if not isinstance(wanted, Tensor) or not isinstance(actual, Tensor):
-        return not isinstance(wanted, (bool, int, float)) or bool(actual == wanted)
-    if actual.shape != wanted.shape:
+    if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
+        return not isinstance(expected, (bool, int, float)) or bool(actual == expected)
+    if actual.shape != expected.shape:
         return False
-    if not wanted.is_floating_point():
-        return torch.equal(actual.to(wanted.dtype), wanted)
-    if torch.equal(actual, wanted) or not wanted.numel():
+    if not expected.is_floating_point():
+        return torch.equal(actual.to(expected.dtype), expected)
+    if torch.equal(actual, expected) or not expected.numel():
         return True
-    finite = wanted.isfinite()
+    finite = expected.isfinite()
     if not torch.equal(finite, actual.isfinite()):
         return False
-    difference = (actual.double() - wanted.double())[finite].norm()
-    return bool(difference <= EQUAL_ULPS * _eps(wanted) * wanted[finite].double().norm())
+    difference = (actual.double() - expected.double())[finite].norm()
+    return bool(difference <= EQUAL_ULPS * _eps(expected) * expected[finite].double().norm())

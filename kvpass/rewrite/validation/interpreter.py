@@ -54,14 +54,14 @@ class GraphRun(fx.Interpreter):
         self.env: dict[fx.Node, Any] = {}
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
-        wanted = {node for node in self.results if isinstance(node, fx.Node)}
+        results = {node for node in self.results if isinstance(node, fx.Node)}
         last: dict[fx.Node, fx.Node] = {}
         for node in self._nodes:
             if node.op != "output":
                 last.update(dict.fromkeys((node, *node.all_input_nodes), node))
         dropped: dict[fx.Node, list[fx.Node]] = {}
         for node, user in last.items():
-            if node not in wanted:
+            if node not in results:
                 dropped.setdefault(user, []).append(node)
         return dropped
 

@@ -1,9 +1,9 @@
 """Run graphs in lockstep: at each attention call compare their results, then continue all of them with the model's own.
 
-So a difference shows at its layer, no difference grows on its way through the layers, and the tolerance follows from
-the dtypes of one attention call (`kvpass.rewrite.validation.expected`).  Between attention calls the graphs run the
-same operations on the same numbers, so queries, new rows and outputs must be equal up to the last places.  Choices that
-a model makes by such numbers, such as the choice of an expert or rounding to an integer, cannot differ.
+So a difference shows at its layer and does not grow through later layers, and the tolerance follows from the dtypes of
+one attention call (`kvpass.rewrite.validation.expected`).  Between attention calls the graphs run the same operations
+on the same numbers, so queries, new keys and values, and outputs must be equal up to the last places.  Choices that a
+model makes by such numbers, such as the choice of an expert or rounding to an integer, cannot differ.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Lockstep:
         queries: the queries of each call that are compared, None for all.
         real_tokens: bool [B, q], false for padding.
         exact_results: the exact result of each canonical call, by its name.
-        inputs: the values of queries and new rows, by the name of the canonical node.
+        inputs: the values of queries and of new keys and values, by the name of the canonical node.
         may_see_no_key: whether the mask of some call hides a query's own key, so that the query may see no key at all.
     """
 
@@ -101,8 +101,8 @@ class Lockstep:
             for node, past in ((site.grown_key, site.past_key), (site.grown_value, site.past_value)):
                 visits[named[_in_model(node)]] = functools.partial(self._keep_new_vectors, site, past)
         try:
-            last = None if self.last_call is None else named[_in_model(self.last_call)]
-            return GraphRun(self.dynamo_gm, self.argument, visits, self.caches).run_to(last)
+            last_node = None if self.last_call is None else named[_in_model(self.last_call)]
+            return GraphRun(self.dynamo_gm, self.argument, visits, self.caches).run_to(last_node)
         except DoesNotRun as error:
             raise NotComparable(f"the model's own graph does not run {self.label}: {error}") from error
 
@@ -132,7 +132,8 @@ class Lockstep:
 
         Args:
             columns: returns the keys that the third graph attends to in a layer, None for all.
-            rounding: visits that round new rows if the third graph attends to rounded rows; then nothing is compared.
+            rounding: visits that round new keys and values, if the third graph attends to rounded ones; then nothing
+                is compared.
 
         Raises:
             UnsupportedGraph: it differs, or does not run where the model's own graph does.
@@ -190,9 +191,9 @@ class Lockstep:
         """Return a visit that compares the third graph's result of a canonical call, and continues with the model's.
 
         Args:
-            problem: what a difference means, for the error.
-            padded: bool [B], the rows with padding, which the third graph does not cache.  There a query without
-                visible keys has an unknown result, because the model also attends to padding.
+            problem: the meaning of a difference, for the error.
+            padded: bool [B], the rows with padding, which the third graph does not cache.  In these rows the result of
+                a query without visible keys is unknown, because the model also attends to padding.
         """
 
         def visit(run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
@@ -207,21 +208,21 @@ class Lockstep:
 
         def visit(run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             if canonical.name in self.inputs and not equal_up_to_rounding(result, self.inputs[canonical.name]):
-                self.refuse(site, f"{canonical.name!r}, a query or new rows, has another value")
+                self.refuse(site, f"{canonical.name!r}, a query or a new key or value, has another value")
             return result
 
         return visit
 
-    def compare_outputs(self, actual: Sequence[Any], wanted: Sequence[Any], left_out: Iterable[int]) -> None:
+    def compare_outputs(self, actual: Sequence[Any], expected: Sequence[Any], left_out: Iterable[int]) -> None:
         """Compare the results that both graphs have."""
         skipped = {*self.caches, *left_out}
-        for index, (x, y) in enumerate(zip(actual, wanted, strict=True)):
+        for index, (x, y) in enumerate(zip(actual, expected, strict=True)):
             if index not in skipped and x is not None and y is not None and not equal_up_to_rounding(x, y):
                 self.refuse(self.sites[-1], f"output {index} has another value")
 
     # -- comparing ---------------------------------------------------------------------------------------------------
 
-    def _excess(self, call: fx.Node, wanted: ExactAttention, result: Tensor, padded: Tensor | None = None) -> float:
+    def _excess(self, call: fx.Node, expected: ExactAttention, result: Tensor, padded: Tensor | None = None) -> float:
         """Return the error as a multiple of the allowed error, over real queries with finite results of the model."""
         finite = self._finite[_in_model(call)]
         compared = finite.reshape(*result.shape[:3], -1).all(-1)
@@ -230,10 +231,10 @@ class Lockstep:
         if self.queries is not None:
             result, compared = result[:, :, self.queries], compared[:, :, self.queries]
         if padded is not None:
-            compared = compared & ~(padded[:, None, None] & wanted.hidden)
+            compared = compared & ~(padded[:, None, None] & expected.hidden)
         if call.target is not ATTENTION:
-            return wanted.lse_excess(result, compared)
-        return wanted.excess(result, compared) if result.shape == wanted.output.shape else float("inf")
+            return expected.lse_excess(result, compared)
+        return expected.excess(result, compared) if result.shape == expected.output.shape else float("inf")
 
     def _reshape_like(self, site: AttentionSite, model_value: Tensor, result: Tensor) -> Tensor:
         """Return the model's own value in the shape of a result, which must have as many elements."""

@@ -1,7 +1,7 @@
 """Make synthetic slots with the tokens of a conversation: arguments of a rewritten step graph.
 
-Each head of each row stores the tokens in other slots, and free slots contain other tokens' rows.  Slots are copied on
-demand, and equal layers share them, or at least their rows.
+Each head of each row stores the tokens in other slots, and free slots contain other tokens' keys and values.  Slots are
+copied on demand, and equal layers share them, or at least their keys and values.
 """
 
 from __future__ import annotations
@@ -66,17 +66,18 @@ class SyntheticSlots:
 
     def _make_slots(self, layer: int, layout: Layout, original: AnySlots) -> AnySlots:
         if isinstance(original, Slots):
-            return self._fill_slots(layer, layout, original, self.conversation.rows(layer))
+            return self._fill_slots(layer, layout, original, self.conversation.vectors(layer))
         order = _shuffled(original.order.shape).to(original.order)
-        by_class, rows = [], zip(layout.by_class, original.by_class, layout.head_slices, strict=True)
-        for class_layout, class_slots, heads in rows:
+        by_class, classes = [], zip(layout.by_class, original.by_class, layout.head_slices, strict=True)
+        for class_layout, class_slots, heads in classes:
             chosen = order[:, heads]
-            pair = [x.map_tensors(functools.partial(select_heads, heads=chosen)) for x in self.conversation.rows(layer)]
+            select = functools.partial(select_heads, heads=chosen)
+            pair = [x.map_tensors(select) for x in self.conversation.vectors(layer)]
             by_class.append(self._fill_slots(layer, class_layout, class_slots, (pair[0], pair[1])))
         return ClassedSlots(tuple(by_class), order, order.argsort(-1))
 
     def _fill_slots(
-        self, layer: int, layout: Layout, original: Slots, rows: tuple[EncodedVectors, EncodedVectors]
+        self, layer: int, layout: Layout, original: Slots, vectors: tuple[EncodedVectors, EncodedVectors]
     ) -> Slots:
         conversation, shape, kept = self.conversation, original.position.shape, self.conversation.kept[layer]
         number = _shuffled(shape)
@@ -87,7 +88,7 @@ class SyntheticSlots:
         indices = torch.where(
             is_used, token - conversation.count + conversation.stored[layer], number % conversation.stored[layer]
         )
-        key, value = (x.gather(indices.to(layout.device)) for x in rows)
+        key, value = (x.gather(indices.to(layout.device)) for x in vectors)
         return Slots(
             key=key,
             value=value,
@@ -111,11 +112,7 @@ class SyntheticSlots:
         return None if isinstance(slots, Slots) else slots.order[:, self.case.given.layouts[layer].head_slices[part]]
 
     def columns(self, layer: int, part: int = 0) -> Tensor:
-        """Return the column of each slot's token among cached and new tokens, int64 [B, H', N]; -1 if free.
-
-        Args:
-            part: the class of heads.
-        """
+        """Return the index of each slot's token among cached and new ones, in class `part`: [B, H', N]; -1 if free."""
         conversation, new, kept = self.conversation, self.case.query_len, self.conversation.kept[layer]
         tokens = self.for_layer(layer).by_class[part].index
         if self.case.context.decodes:

@@ -2,9 +2,9 @@
 
 They run in lockstep (`kvpass.rewrite.validation.lockstep`) on the same synthetic conversations:
 
-    Dynamo's     its attention is the canonical call in exact arithmetic; its caches are past and new rows
+    Dynamo's     its attention is the canonical call in exact arithmetic; its caches are the past and the new tokens
     canonical    gives the arguments of that call: query, keys, values, mask, scale
-    rewritten    its queries and new rows are the canonical ones, its mask on a slot is its token's; its
+    rewritten    its queries, keys and values are the canonical ones, its mask on a slot is its token's; its
                  attention is the same call on the cached vectors, as stored
 
 A policy that changes logits (sage, buzz with `Buzz.log_n`) is compared without that change.
@@ -51,12 +51,12 @@ def validate(case: StepCase) -> Validation:
     Raises:
         UnsupportedGraph: they differ; the message names the first attention call that does.
     """
-    last = functools.cache(lambda: last_new_kind(case.given.canonical_gm.graph, case.given.sites))
+    last_call = functools.cache(lambda: last_new_kind(case.given.canonical_gm.graph, case.given.sites))
     may_see_none = False
 
     def compare(plan: ConversationPlan, one_of_each: bool) -> None:
         nonlocal may_see_none
-        may_see_no_key = _compare(case, Conversation(case, plan), last() if one_of_each else None)
+        may_see_no_key = _compare(case, Conversation(case, plan), last_call() if one_of_each else None)
         may_see_none |= may_see_no_key and one_of_each
 
     def further_plans(first: ConversationPlan) -> Iterator[ConversationPlan]:
@@ -167,8 +167,8 @@ def _serves(case: StepCase, count: int) -> bool:
     sites = [site for site, window in zip(case.given.sites, case.context.windows, strict=True) if window is None]
     lengths = [example_value(past).shape[2] for site in sites for past in site.pasts]
     symbols = {symbol for length in lengths for symbol in shapes.expr(length).free_symbols}
-    known = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
-    violated = any(guard.xreplace(known) == sympy.false for guard in shapes.guards(case.dynamo_gm.graph))
+    lengths_by_symbol = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
+    violated = any(guard.xreplace(lengths_by_symbol) == sympy.false for guard in shapes.guards(case.dynamo_gm.graph))
     in_range = all(symbolic_shapes.may_equal(length, count) for length in lengths)
     return not violated and in_range and _inputs_serve(case, count)
 
@@ -191,7 +191,7 @@ def _inputs_serve(case: StepCase, count: int) -> bool:
     return True
 
 
-def _compare(case: StepCase, conversation: Conversation, last: fx.Node | None) -> bool:
+def _compare(case: StepCase, conversation: Conversation, last_call: fx.Node | None) -> bool:
     """Compare the three graphs on one conversation, up to a canonical call; return whether a query may see no key."""
     lockstep = Lockstep(
         case.dynamo_gm,
@@ -200,23 +200,23 @@ def _compare(case: StepCase, conversation: Conversation, last: fx.Node | None) -
         conversation.argument,
         case.query_len,
         conversation.plan.label,
-        last,
+        last_call,
     )
-    wanted = lockstep.run_model()
+    expected = lockstep.run_model()
     lockstep.run_canonical(conversation.columns)
     stored_as_codes = case.given.layouts[0].kv_dtype is not None
-    if stored_as_codes and case.context.decodes:  # attention reads the new row as stored
+    if stored_as_codes and case.context.decodes:  # attention reads the new key and value as stored
         lockstep.run_canonical(conversation.columns, _rounding(case))
     actual, signature = _run_rewritten(case, conversation, lockstep), conversation.signature
-    made = signature.dynamo_outputs
-    outputs = [None if index is None else actual[index] for index in made.indices]
-    if last is None:
-        for index, beyond in made.lengths.items():
+    dynamo_outputs = signature.dynamo_outputs
+    outputs = [None if index is None else actual[index] for index in dynamo_outputs.indices]
+    if last_call is None:
+        for index, beyond in dynamo_outputs.lengths.items():
             outputs[index] = conversation.count + beyond
         precomputed = signature.run_host_graph(conversation.arguments_without_past)  # outputs, then inputs of the graph
-        for index, grown in zip(made.grown, precomputed, strict=False):
+        for index, grown in zip(dynamo_outputs.grown, precomputed, strict=False):
             outputs[index] = grown
-    lockstep.compare_outputs(outputs, wanted, made.dropped)
+    lockstep.compare_outputs(outputs, expected, dynamo_outputs.dropped)
     return lockstep.may_see_no_key
 
 
@@ -238,9 +238,9 @@ def _run_rewritten(case: StepCase, conversation: Conversation, lockstep: Lockste
         for node in site.results:
             problem = "attention to the slots is not attention to the cache"
             visits[context.attention.replaced[node.name]] = lockstep.at_call(site, node, problem, padded)
-        pairs = [(rewritten.query, site.query), (rewritten.key, site.key), (rewritten.value, site.value)]
+        inputs = [(rewritten.query, site.query), (rewritten.key, site.key), (rewritten.value, site.value)]
         if not case.stores_unrotated_keys or bool(conversation.valid.all()):
-            visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
+            visits |= {new: lockstep.at_input(site, old) for new, old in inputs if new in nodes and new not in visits}
     end = None if lockstep.last_call is None else context.attention.replaced[lockstep.last_call.name]
     return lockstep.run("rewritten", GraphRun(rewritten_gm, slots.argument_factory(), visits), end)
 
@@ -257,10 +257,10 @@ def _at_mask(
 
     def visit(run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         run.env[node] = result
-        wanted, bias_on_slots = lockstep.exact_results[site.call.name], None if bias is None else run.load(bias)
+        expected, bias_on_slots = lockstep.exact_results[site.call.name], None if bias is None else run.load(bias)
         heads = slots.heads(*part)
-        wanted = wanted if heads is None else wanted.of_heads(heads, slots.case.given.layouts[part[0]].heads)
-        if not wanted.matches_mask(run.load(mask), bias_on_slots, slots.columns(*part)):
+        expected = expected if heads is None else expected.of_heads(heads, slots.case.given.layouts[part[0]].heads)
+        if not expected.matches_mask(run.load(mask), bias_on_slots, slots.columns(*part)):
             lockstep.refuse(site, "the mask on the slots is not the mask of their tokens")
         return result
 
@@ -282,7 +282,7 @@ def _round_as_stored(format: Any, heads: int, dtype: torch.dtype) -> Visit:
     """Return a visit that rounds keys or values [B, h, q, D] as the storage format does."""
 
     def visit(run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-        rows = result if result.shape[1] == heads else join_heads(result)
-        return split_heads(EncodedVectors.of(format, rows).read_as(dtype), result.shape[1])
+        vectors = result if result.shape[1] == heads else join_heads(result)
+        return split_heads(EncodedVectors.of(format, vectors).read_as(dtype), result.shape[1])
 
     return visit
