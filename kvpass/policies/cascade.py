@@ -253,7 +253,7 @@ class CascadeRule:
     def insert_prompt(self, blocks: Iterable[Tensor], number: Tensor, early: bool) -> Tensor:
         """Return the scores [B, H', N] after a prompt whose tokens were inserted one by one; DROPPED for dropped ones.
 
-        Each token's slot depends on that of the previous token.  The host computes this a hundred times faster than
+        Each token's slot depends on the previous token's slot.  The host computes this a hundred times faster than
         operations on tensors.
 
         Args:
