@@ -138,7 +138,9 @@ def _values(result: Result) -> Row:
 def tables(rows: Sequence[Row]) -> list[Table]:
     compared = [row for row in rows if row["measure"] == "agreement"]
     found = [
-        Table(f"{what}, by share of the bytes of a full cache, rows in {kind}", list(_by_share(compared, kind, names)))
+        Table(
+            f"{what}, by share of the bytes of a full cache, vectors in {kind}", list(_by_share(compared, kind, names))
+        )
         for kind in ("bfloat16", "int8", "int4")
         for what, names in PANELS.items()
     ]

@@ -1,4 +1,4 @@
-"""Compare rows in int8 and int4 with plain rows: perplexity at equal tokens and equal bytes, and step times.
+"""Compare vectors in int8 and int4 with plain rows: perplexity at equal tokens and equal bytes, and step times.
 
     python -m benchmarks.quantised quality --budget 128
     python -m benchmarks.quantised step --budgets 1024 8192 --clock processor

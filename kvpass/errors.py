@@ -34,7 +34,7 @@ class UnsupportedGraph(KVPassError):
         reason: what cannot be rewritten, and what to do.
         line: the line of the model's source, as `file:line: code`; None if it is unknown.
 
-    The message has both.  If it lists several operations, they are those of the first.
+    The message has both.  If it lists several operations, both belong to the first.
     """
 
     def __init__(self, reason: str, *, line: str | None = None, message: str | None = None) -> None:

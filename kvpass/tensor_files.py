@@ -93,7 +93,7 @@ def check_folder(path: str | os.PathLike[str], error: type[KVPassError]) -> None
 def finish(unfinished: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Give a written file its name once its content is on the disk.
 
-    After a power failure the name is that of the whole file or of the file before it.
+    After a power failure the name leads to the whole new file or to the whole old one.
     """
     with open(unfinished, "rb+") as file:
         os.fsync(file.fileno())

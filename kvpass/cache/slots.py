@@ -131,11 +131,7 @@ class Slots:
         return dataclasses.replace(mapped, key=self.key.to_device(function), value=self.value.to_device(function))
 
     def cached_indices(self, layout: Layout, pinned: bool = False) -> Tensor:
-        """Return int64 [B, Hkv, n], the sorted indices of cached tokens in the padded sequence, filled up with -1.
-
-        Args:
-            pinned: whether to return pinned tokens only.
-        """
+        """Return the sorted indices of cached tokens, or of pinned ones: int64 [B, Hkv, n], filled up with -1."""
         position = self.position
         if pinned:
             position = torch.where(self.state.get(PINNED, torch.zeros_like(position, dtype=torch.bool)), position, FREE)

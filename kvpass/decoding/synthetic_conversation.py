@@ -143,7 +143,6 @@ def visit_graphs(loop: Any, rows: int, prefixes: bool = False) -> None:
     """Run every graph that a `DecodeLoop` needs, on synthetic prompts and requests, and drop their caches.
 
     Args:
-        loop: the loop.
         rows: the number of rows in prompts; requests have the loop's `rows`.
         prefixes: whether requests will continue prefixes.
 

@@ -79,7 +79,7 @@ def simulate(
 
     Args:
         policy: a name, a policy object, or a `kvpass.backend(...)`, which supplies budget, positions and kv_dtype.
-            Weights that a policy has for each layer of a model are those of the first layer.
+            A policy with weights for each layer of a model gets the weights of the first layer.
         q: [B, Hq, T, D], before RoPE.
         k: [B, Hkv, T, D], before RoPE.
         v: [B, Hkv, T, Dv].
@@ -242,10 +242,10 @@ def _compiled_step(layer: _Layer, layout: Layout, slots: AnySlots, t: int, compa
     rotate: RotateToRanks | None = (
         (lambda keys, rank: [layer.rotated(keys.join(), rank)]) if layer.stores_unrotated_keys else None
     )
-    site, valid = CachedAttention(layer.scale, None, rotate), layer.valid(1)
+    attention, valid = CachedAttention(layer.scale, None, rotate), layer.valid(1)
     joined = slots.joined_classes(layout)
     q, _, v, stored = layer.step(t, next_rank(joined.position, joined.free, decodes=True)[:, None, None])
-    return decode_step(layout, site, slots, NewTokens(q, stored, v, valid[:, 0]), compact).output
+    return decode_step(layout, attention, slots, NewTokens(q, stored, v, valid[:, 0]), compact).output
 
 
 def _positions(layout: Layout, slots: AnySlots) -> Tensor:

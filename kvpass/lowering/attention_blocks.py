@@ -156,7 +156,7 @@ def _slice_queries(x: Tensor, span: slice) -> Tensor:
 
 
 def _select_heads(x: Tensor | None, part: tuple[slice, slice], heads: int) -> Tensor | None:
-    """Return the rows and the KV heads of a part of [B or 1, Hq, Hkv or 1, ...] with `heads` KV heads."""
+    """Return a part's rows and KV heads of [B or 1, Hq, Hkv or 1, ...] with `heads` KV heads."""
     if x is None:
         return None
     rows, kv_heads = part

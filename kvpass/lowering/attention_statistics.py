@@ -183,7 +183,7 @@ def _attended(
 def _statistics(
     attention: AttentionInputs, arguments: StatisticsArguments, valid: Tensor, sums: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Return the statistics that the arguments name, except a scan; `sums` are those of `SUMS`, [B, Hkv, G, S]."""
+    """Return the statistics that the arguments name, except a scan; `sums` has their `SUMS`, each [B, Hkv, G, S]."""
     results = dict(zip(SUMS, sums, strict=False))  # fewer without the squares
     if not {*LAST_QUERY_STATISTICS}.isdisjoint(arguments.names):
         results |= zip(LAST_QUERY_STATISTICS, late_statistics(attention, valid, arguments.window), strict=True)

@@ -7,7 +7,7 @@ Rotary embeddings turn pairs of dimensions (a, b) of a row at position p as comp
 
     (a + ib) -> (a + ib) exp(i w p)
 
-with the frequency w of the pair, 0 for dimensions that are not rotated.  Statistics and relative rows are in the
+with the frequency w of the pair, 0 for dimensions that are not rotated.  Statistics and relative keys are in the
 layout [first dimensions of all pairs, second dimensions of all pairs].
 """
 
@@ -151,12 +151,12 @@ class CalibratedPolicy(PolicyWithWeights[Calibration]):
 
 
 def multiply_pairs(x: Tensor, factor: Tensor) -> Tensor:
-    """Multiply the pairs of rows [..., D], in the layout of pairs, by complex numbers [..., P]."""
+    """Multiply the pairs of vectors [..., D], in the layout of pairs, by complex numbers [..., P]."""
     first, second = x.chunk(2, -1)
     return torch.cat([first * factor.real - second * factor.imag, first * factor.imag + second * factor.real], -1)
 
 
 def pair_norms(x: Tensor) -> Tensor:
-    """Return the absolute values [..., P] of the pairs of rows [..., D] in the layout of pairs."""
+    """Return the absolute values [..., P] of the pairs of vectors [..., D] in the layout of pairs."""
     first, second = x.chunk(2, -1)
     return (first.square() + second.square()).sqrt()

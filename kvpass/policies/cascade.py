@@ -123,13 +123,13 @@ class Cascade(Policy):
         decay = self._decay(budget)
         return decay, 1 - decay
 
-    def _reduce(self, rows: Tensor, sharding: HeadSharding | None) -> Tensor:
+    def _reduce(self, probs: Tensor, sharding: HeadSharding | None) -> Tensor:
         """Reduce over the query heads: [B, Hkv, G, n, N] to [B, H', n, N]."""
         if self.heads == "shared":
-            return reduce_heads(rows, self.reduce, sharding)
+            return reduce_heads(probs, self.reduce, sharding)
         if self.reduce == "median":
-            return rows.median(2).values
-        return rows.mean(2) if self.reduce == "mean" else rows.amax(2)
+            return probs.median(2).values
+        return probs.mean(2) if self.reduce == "mean" else probs.amax(2)
 
     def victim(self, tokens: Tokens) -> Tensor:
         # The next token is inserted, or the newest one if it attended first and is not padding.
@@ -253,7 +253,7 @@ class CascadeRule:
     def insert_prompt(self, blocks: Iterable[Tensor], number: Tensor, early: bool) -> Tensor:
         """Return the scores [B, H', N] after a prompt whose tokens were inserted one by one; DROPPED for dropped ones.
 
-        Each token's slot depends on that of the previous token.  The host computes this a hundred times faster than
+        Each token's slot depends on the previous token's slot.  The host computes this a hundred times faster than
         operations on tensors.
 
         Args:

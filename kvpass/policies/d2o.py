@@ -55,8 +55,8 @@ class D2O(Policy):
             up to `gate`, scaled so that the mean is the budget; or "paper", the budget or alpha times it.
         beta: how fast tau moves.
         merge: "paper" as above; "average", plain means k_c <- (k_c + sum_i m_i k_i) / (1 + n_c); "none", evicted tokens
-            are dropped (both in Table 6); or "official", k_c <- (k_c + sum_i u_i k_i) / (1 + n_c), means of rows that
-            are scaled by their u, and one decision for all heads by the mean of their u.
+            are dropped (both in Table 6); or "official", k_c <- (k_c + sum_i u_i k_i) / (1 + n_c), means of vectors
+            that are scaled by their u, and one decision for all heads by the mean of their u.
         skip_layers: layers that keep every token, at any cost; the mean does not include them.
         density: the operand of variances (Eq. 4): the column sums of a "kv" head, or of each "query" head.
     """
@@ -89,10 +89,10 @@ class D2O(Policy):
 
     def plan(self, attention: Sequence[Attention], valid: Tensor, budget: int) -> list[Plan]:
         totals = [layer.total for layer in attention]
-        rows = column_variances(totals, valid, attention[0].sharding, self.density)
+        variances = column_variances(totals, valid, attention[0].sharding, self.density)
         options = (self.layers, self.gate, self.alpha, self.minimum_budget())
         lengths = valid.sum(-1).tolist()
-        budgets = [layer_budgets(row, budget, prompt, *options) for row, prompt in zip(rows, lengths, strict=True)]
+        budgets = [layer_budgets(row, budget, prompt, *options) for row, prompt in zip(variances, lengths, strict=True)]
         max_budget = largest_layer_budget(len(totals), budget, self.layers, self.alpha) + 1
         return [Plan(max(rows), max(rows) + 1, rows, max_budget) for rows in zip(*budgets, strict=True)]
 
@@ -244,8 +244,8 @@ def _nearest_of_many(key: Tensor, cached_keys: Tensor, position: Tensor) -> tupl
     batch, heads, count, _ = key.shape
     # Slots are sorted by position, free ones last, because `max` finds the first of equals.
     order = slots_by_position(position)[..., : max(1, int((position >= 0).sum(-1).max()))]
-    sorted_rows = cached_keys.gather(2, order[..., None].expand(*order.shape, cached_keys.shape[3]))
-    unit_slots = _unit(sorted_rows).flatten(0, 1).transpose(1, 2)  # [B * Hkv, D, n]
+    sorted_keys = cached_keys.gather(2, order[..., None].expand(*order.shape, cached_keys.shape[3]))
+    unit_slots = _unit(sorted_keys).flatten(0, 1).transpose(1, 2)  # [B * Hkv, D, n]
     free = (position.gather(-1, order) < 0).flatten(0, 1)[:, None]
     hidden = torch.zeros(free.shape, dtype=torch.float32, device=free.device).masked_fill(free, -torch.inf)
     blocks = [_unit(block).flatten(0, 1) for block in torch.split(key, BLOCK, 2)]

@@ -57,12 +57,12 @@ class ExpectedAttention(CalibratedPolicy):
 
     def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> State:
         mean, second, frequency, pairs = weights
-        rows, heads = self.relative_keys(key, tokens.seen, frequency, pairs, tokens.live), key.shape[1]
+        relative, heads = self.relative_keys(key, tokens.seen, frequency, pairs, tokens.live), key.shape[1]
         among = tokens.live & (tokens.position >= self.sinks)
-        rows = rows[:, :, None]  # [B, Hkv, 1, N, D]
+        relative = relative[:, :, None]  # [B, Hkv, 1, N, D]
         second, mean = (x.view(heads, -1, *x.shape[1:]) for x in (second, mean))  # [Hkv, G, D, D] and [Hkv, G, D]
-        logits = (rows * (rows @ second)).sum(-1)
-        logits = logits + (rows @ mean[..., None])[..., 0]  # [B, Hkv, G, N]
+        logits = (relative * (relative @ second)).sum(-1)
+        logits = logits + (relative @ mean[..., None])[..., 0]  # [B, Hkv, G, N]
         probs = voting.masked_softmax(logits, among[:, :, None]).mean(2)
         size = torch.where(tokens.live[..., None], value.float(), 0.0).square().sum(-1).sqrt()
         return {"score": (probs + self.epsilon) * size}

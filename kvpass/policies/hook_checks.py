@@ -33,7 +33,7 @@ HOOKS = (
 
 
 def check_hooks(cls: Any, policy: Any) -> None:
-    """Replace the methods of a class that are hooks by checked ones, except those of `policy`, the base class."""
+    """Replace the hooks that a class defines by checked ones; hooks of `policy`, the base class, stay."""
     for name in HOOKS:
         hook = cls.__dict__.get(name)
         if inspect.isfunction(hook) and hook is not getattr(policy, name, None) and not hasattr(hook, _MARK):
@@ -64,11 +64,11 @@ def check_policy(instance: Any, policy: Any) -> None:
     scans = isinstance(statistics, frozenset) and "scan" in statistics
     if scans and cls.scan is policy.scan and cls.smoothed is policy.smoothed:
         raise PolicyError(f"{cls.__qualname__}: its statistics have 'scan', which needs a `scan` or a `smoothed`")
-    declared = {name for name, given in inspect.get_annotations(policy).items() if "ClassVar" in str(given)}
+    declared = {name for name, kind in inspect.get_annotations(policy).items() if "ClassVar" in str(kind)}
     for base in (base for base in cls.__mro__ if issubclass(base, policy)):
         if "__dataclass_fields__" not in base.__dict__:
             annotated = inspect.get_annotations(base).items()
-            ignored = [name for name, given in annotated if "ClassVar" not in str(given) and name not in declared]
+            ignored = [name for name, kind in annotated if "ClassVar" not in str(kind) and name not in declared]
             if ignored:
                 raise PolicyError(
                     f"{base.__qualname__}: {ignored[0]!r} is not an option, as the class is not a dataclass: put "
@@ -219,8 +219,8 @@ def _wrong_merge(policy: Any, hook_arguments: tuple[Any, ...], result: Merge) ->
 
 
 def _wrong_alignment(policy: Any, hook_arguments: tuple[Any, ...], result: Any) -> str:
-    for of, given, value in zip(("keys", "values"), hook_arguments[1:3], result, strict=False):
-        if wrong := _wrong_tensor(value, of, given.shape, _as_float):
+    for of, like, value in zip(("keys", "values"), hook_arguments[1:3], result, strict=False):
+        if wrong := _wrong_tensor(value, of, like.shape, _as_float):
             return wrong
     return _wrong_state(policy, hook_arguments, result[2])
 
@@ -247,27 +247,27 @@ def _wrong_state(policy: Any, hook_arguments: tuple[Any, ...], result: Any) -> s
 
 
 _IN_SHAPES: dict[str, Callable[[Any, tuple[Any, ...], Any], str]] = {
-    "plan": lambda _, given, result: (
-        "" if len(result) == len(given[0]) else f"it returned plans of {len(result)} layers, not of {len(given[0])}"
+    "plan": lambda _, args, result: (
+        "" if len(result) == len(args[0]) else f"it returned plans of {len(result)} layers, not of {len(args[0])}"
     ),
-    "init_token_state": lambda policy, given, result: _wrong_changes(
-        policy, (given[0].shape[0], 1 if policy.heads == "shared" else given[0].shape[1], given[0].shape[2]), result
+    "init_token_state": lambda policy, args, result: _wrong_changes(
+        policy, (args[0].shape[0], 1 if policy.heads == "shared" else args[0].shape[1], args[0].shape[2]), result
     ),
     "rescore": _wrong_entries,
     "score": _wrong_score,
-    "victim": lambda _, given, result: _wrong_slots(result, "[B, H']", given[0].position.shape[:-1], given[0]),
-    "compact": lambda policy, given, result: (
-        _wrong_tensor(result[0], "bool [B, H', N]", given[0].position.shape, lambda dtype: dtype == torch.bool)
-        or _wrong_changes(policy, given[0].position.shape, result[1])
+    "victim": lambda _, args, result: _wrong_slots(result, "[B, H']", args[0].position.shape[:-1], args[0]),
+    "compact": lambda policy, args, result: (
+        _wrong_tensor(result[0], "bool [B, H', N]", args[0].position.shape, lambda dtype: dtype == torch.bool)
+        or _wrong_changes(policy, args[0].position.shape, result[1])
     ),
     "merge_evicted": _wrong_merge,
     "align": _wrong_alignment,
     "bias": _wrong_bias,
-    "logit_scale": lambda _, given, result: (
-        "" if result is None else _wrong_tensor(result, "a factor for each count", given[0].shape, _as_float)
+    "logit_scale": lambda _, args, result: (
+        "" if result is None else _wrong_tensor(result, "a factor for each count", args[0].shape, _as_float)
     ),
-    "head_counts": lambda _, given, result: _wrong_tensor(
-        result, "numbers [B, Hkv]", given[0].position.shape[:2], _as_float
+    "head_counts": lambda _, args, result: _wrong_tensor(
+        result, "numbers [B, Hkv]", args[0].position.shape[:2], _as_float
     ),
     **dict.fromkeys(("observe", "observe_chunk", "project"), _wrong_state),
 }
@@ -292,12 +292,12 @@ def _wrong_changes(policy: Any, shape: Sequence[Any], changes: Any) -> str:
     return ""
 
 
-def _can_become(wanted: torch.dtype, given: torch.dtype) -> bool:
-    return wanted == torch.bool or torch.can_cast(given, wanted)
+def _can_become(target: torch.dtype, dtype: torch.dtype) -> bool:
+    return target == torch.bool or torch.can_cast(dtype, target)
 
 
-def _as_float(given: torch.dtype) -> bool:
-    return torch.can_cast(given, torch.float32)
+def _as_float(dtype: torch.dtype) -> bool:
+    return torch.can_cast(dtype, torch.float32)
 
 
 def _wrong_tensor(value: Any, kind: str, sizes: Sequence[Any], fits: Callable[[torch.dtype], bool]) -> str:

@@ -8,8 +8,8 @@ position p is at rank r < p after an earlier token was evicted, and a small netw
     (k, v) <- (k, v) + (E(r) - E(p)) S + f(k, v; E(p), E(r))     recipe "direct", from the model's own row
     k <- k + f_K([k; E(r); E_layer; E_head]), v likewise         recipe "paper" (its section on alignment)
 
-"direct" leaves the slots unchanged and repairs at read.  "paper" stores repaired rows and repairs them again after the
-next eviction.  Sinks, and rows at the positions at which they were computed, are never changed.
+"direct" leaves the slots unchanged and repairs at read.  "paper" stores repaired vectors and repairs them again after
+the next eviction.  Sinks, and vectors at the positions at which they were computed, are never changed.
 
 A prompt longer than the budget M restarts its positions for its last M tokens: they are numbered 0..M-1 and attend to
 no earlier token, as if they were the whole prompt.  So they need no repair, and the first of them are the sinks of the
@@ -55,7 +55,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
     every: Positive = 1
     name = "kv_align"
     weights_class = Aligner
-    interval_refusal = "it repairs rows on its own schedule, `every`"
+    interval_refusal = "it repairs vectors on its own schedule, `every`"
     keep_prompt_refusal = "a prompt longer than the budget restarts its positions for its last tokens"
     cache_positions_refusal = "kv_align numbers tokens itself"
     renumbers = True

@@ -113,14 +113,14 @@ class Sage(Policy):
         return torch.where(first_tokens & tokens.live, -1, tokens.state["takers"])
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
-        groups, step = attention.logits.shape[2], tokens.cached_columns == tokens.position.shape[-1]
+        groups, is_step = attention.logits.shape[2], tokens.cached_columns == tokens.position.shape[-1]
         since = tokens.state["since"] + attention.queries
-        if not step and isinstance(tokens.budget, Tensor):
+        if not is_step and isinstance(tokens.budget, Tensor):
             for budget in set(tokens.budget.flatten().tolist()):
                 budget_split(budget, groups, self.sinks, self.top)  # may raise an error, as does `_split` for a number
         due, size = attention.queries > 0, self._split(tokens.budget, groups)[2]
         recent = size.expand_as(since) if isinstance(size, Tensor) else torch.full_like(since, size)
-        if step:
+        if is_step:
             overflows, refreshes = self._selection_due(tokens, since)
             due = due & (overflows | refreshes)
             # Without the tokens that would leave the ring before the next selection.

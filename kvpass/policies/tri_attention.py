@@ -57,9 +57,9 @@ class TriAttention(CalibratedPolicy):
 
     def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> State:
         anchor, deviation, frequency, pairs = weights
-        rows, heads = self.relative_keys(key, tokens.seen, frequency, pairs, tokens.live), key.shape[1]
+        relative, heads = self.relative_keys(key, tokens.seen, frequency, pairs, tokens.live), key.shape[1]
         anchor, deviation = (x.view(heads, -1, x.shape[1]).mT for x in (anchor, deviation))  # [Hkv, D, G], [Hkv, P, G]
-        score = rows @ anchor + pair_norms(rows) @ deviation  # [B, Hkv, N, G]
+        score = relative @ anchor + pair_norms(relative) @ deviation  # [B, Hkv, N, G]
         return {f"score_{group}": each for group, each in enumerate(score.unbind(-1))}
 
     def score(self, tokens: Tokens) -> Tensor:

@@ -36,10 +36,10 @@ class Attention:
         scan: float32 [B, H', N], the result of `Policy.scan` or `Policy.smoothed`; None in a decode step.
         older: the softmax of each of the last `Policy.observation_window` real queries over the tokens before the first
             of these queries, averaged over the queries; None in a decode step.
-        older_peak: likewise, of logits that are the highest of the G query heads: float32 [B, Hkv, 1, N].  A policy
-            that lists it also gets `logits` in every decode step.
+        older_peak: `older` of the highest logits of the G query heads: float32 [B, Hkv, 1, N].  A policy that lists it
+            also gets `logits` in every decode step.
         queries: int64 [B, 1, 1], the number of real queries.
-        sharding: where the layer's other heads are, None if all are in this process; see `kvpass.policies.heads`.
+        sharding: the sharding of the layer's heads over processes, None if all are in this process.
     """
 
     total: Tensor = _NONE
@@ -117,12 +117,12 @@ class Tokens:
 class Merge:
     """The weights with which E evicted tokens are merged into slots, for keys and values alike.
 
-    A slot's row x becomes (own * x + sum(weight * evicted)) / (own + sum(share)) over the tokens merged into it.
+    A slot's vector x becomes (own * x + sum(weight * evicted)) / (own + sum(share)) over the tokens merged into it.
 
     Attributes:
         into: int64 [B, H', E], the slot that each token is merged into.
         weight, share: float32 [B, H', E]; a share of zero leaves the slot unchanged.
-        own: the weight of the slot's own row.
+        own: the weight of the slot's own vector.
         state: changes to the policy's state.
     """
 

@@ -107,7 +107,7 @@ class Vase(Policy):
     def rescore(self, tokens: Tokens, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> State:
         seed = hashing.seed_of_round(self.seed, tokens.seen)  # [B, 1, 1]
         sketch = hashing.normal(max(key.shape[-1], value.shape[-1]), RANK, seed[..., 0]) / RANK**0.5  # [B, 1, D, 20]
-        parts = (rows.float() @ sketch[:, :, : rows.shape[-1]] for rows in (key, value))
+        parts = (vectors.float() @ sketch[:, :, : vectors.shape[-1]] for vectors in (key, value))
         of_key, of_value = (part.square().sum(-1) for part in parts)
         return {"score": of_key * of_value}
 

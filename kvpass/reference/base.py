@@ -44,7 +44,7 @@ class HeadStream:
         head: the KV head, 0 if the heads share their tokens.
         budget: tokens to keep between steps.
         interval: tokens that are evicted together when the budget is exceeded.
-        seen: real tokens seen, including those of the current call.
+        seen: real tokens seen, including the tokens of the current call.
         step: the current call adds a single token to a cache, not a prompt or chunk.
         layer: the index of the layer, for policies that need it.
         stored: returns a key [h, D], or with `key=False` a value, as attention reads it back from storage.
@@ -140,7 +140,7 @@ class Reference:
 
         Args:
             probabilities: float32 [queries, heads, cached + new], without padding queries.
-            logits: likewise, before the softmax and without the policy's own bias.
+            logits: the logits of the probabilities, without the policy's own bias.
         """
         tokens = stream.tokens + new
         self.observe(tokens, probabilities)

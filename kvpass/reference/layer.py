@@ -93,7 +93,7 @@ class ReferenceLayer:
         Args:
             to_admit: the new tokens, with keys as stored; its `TokensToAdmit.attention` is ignored.
             probabilities: float32 [B, Hq, q, N + q] of the new tokens' queries over [cached, new].
-            logits: likewise, before the softmax and the policy's bias.
+            logits: the logits of the probabilities, before the policy's bias.
             part: the tokens are the first part of a longer chunk, so a single token is not a decode step.
         """
         policy, count = self.layout.policy, to_admit.valid.shape[1]
@@ -159,7 +159,7 @@ class Attended(NamedTuple):
     Attributes:
         output: [B, Hq, q, Dv].
         probabilities: float32 [B, Hq, q, N].
-        logits, biased: likewise, before and after the policy's bias.
+        logits, biased: float32 [B, Hq, q, N], before and after the policy's bias.
     """
 
     output: Tensor

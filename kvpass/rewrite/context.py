@@ -97,7 +97,7 @@ class AttentionResults:
 
 @dataclasses.dataclass(frozen=True)
 class DynamoOutputs:
-    """How the outputs of Dynamo's graph are made from those of the rewritten one.
+    """How the outputs of Dynamo's graph are made from the outputs of the rewritten graph.
 
     Attributes:
         indices: for each output, its index in the rewritten graph; None for a cache, and for the outputs below.

@@ -29,7 +29,7 @@ class PaddingInputs:
 
     Attributes:
         by_layer: for each layer, the inputs that mark padding in all masks on its cache.
-        unchanged: those of them that are 1 for every cached token in this call.
+        unchanged: the inputs whose entries are 1 for every cached token in this call.
     """
 
     by_layer: tuple[tuple[fx.Node, ...], ...]
@@ -81,7 +81,7 @@ class StepGraph:
     Attributes:
         given: the graph and the call that it is rewritten for.
         step_gm, graph: the copy.
-        sites, placeholders, padding_inputs: those of the canonical graph, in the copy.
+        sites, placeholders, padding_inputs: the copies of the canonical graph's.
         argument_of: Dynamo's argument for each placeholder.
         batch, query_len: B and q, which may be dynamic sizes.
         layouts, capacities: for each layer, its layout and its number of slots; capacities and budgets may be dynamic.

@@ -55,7 +55,7 @@ class PositionCheck:
         rotaries = [find_rotary(site) for site in sites]
         nodes = list(dict.fromkeys(strip_reshapes(rotary.position) for rotary in rotaries if rotary))
         self._are_arguments = [node.op == "placeholder" for node in nodes]
-        # One first id is recorded for each row: that of the model's own ids, if there are any.
+        # One first id is recorded for each row: the first of the model's own ids, if it makes ids.
         self._from_zero = [each and not all(self._are_arguments) for each in self._are_arguments]
         self._module = splicing.extract(canonical_gm, nodes)
 
@@ -66,8 +66,8 @@ class PositionCheck:
             valid: bool [B, q], False for padding.
 
         Raises:
-            UnsupportedGraph: the ids of a row do not increase by one, those of several rotary embeddings begin at
-                different numbers, or ids of the caller do not begin at 0 in a model that also makes ids itself.
+            UnsupportedGraph: the ids of a row do not increase by one, several rotary embeddings begin at different
+                ids, or ids of the caller do not begin at 0 in a model that also makes ids itself.
         """
         result = None
         for ids, from_zero in zip(self._ids(arguments, valid), self._from_zero, strict=True):

@@ -86,7 +86,7 @@ class KVStore:
 
 
 def _spare_slots(cache: LayerCache) -> AnySlots:
-    """Return slots for a chunk: those of the undo record that this chunk replaces, or new ones."""
+    """Return slots for a chunk: the slots of the undo record that this chunk replaces, or new ones."""
     earlier_slots = [each.snapshot.slots for each in cache.undo_records if each.snapshot and not each.snapshot.saved]
     form = (cache.slots.names, cache.layout.capacity)
     fitting = (slots for slots in earlier_slots if slots is not cache.slots and (slots.names, slots.capacity) == form)

@@ -98,11 +98,7 @@ class PaddingTracker:
         return [None if padding is None else (~padding[:, 0]).tolist() for padding in padding_by_layer]
 
     def record_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, query_len: int) -> None:
-        """Add the positions of new padding to the caches, except for one token on a GPU, which the device counts.
-
-        Args:
-            before: the number of tokens seen before the call.
-        """
+        """Add the indices of new padding, counted from `before`, to the caches, except for one token on a GPU."""
         for cache, padding in zip(caches, self._padding(caches, arguments, before, query_len), strict=True):
             if padding is not None:
                 cache.absent = torch.cat([cache.absent, true_indices(padding, before)], 1)

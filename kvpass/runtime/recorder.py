@@ -31,7 +31,7 @@ class Timings:
         total: the whole call.
         kvpass: reading and rewriting graphs.
         validation: comparing rewritten graphs with the model's own.
-        compiler: the inner compiler: AOTAutograd and Inductor, or that of `Backend.inner`.
+        compiler: the inner compiler: AOTAutograd and Inductor, or another `Backend.inner`.
         inductor: the part of `compiler` in Inductor, including the wait for the C++ compiler; 0 for cache hits.
         cpp: the C++ compiler, which runs in parallel processes.
     """

@@ -53,7 +53,7 @@ def describe_case(key: Mapping[str, Any]) -> str:
     fed = f"chunks of {key['chunk']}" if key["prefill"] == "chunk" else key["prefill"]
     words = {name: value if isinstance(value, list) else [value] for name, value in key["settings"].items()}
     fields = ", ".join(f"{name} {'/'.join(map(str, values))}" for name, values in words.items())
-    stored = f", rows in {key['kv_dtype']}" if key["kv_dtype"] else ""
+    stored = f", vectors in {key['kv_dtype']}" if key["kv_dtype"] else ""
     return (
         f"{key['model'] or 'the bundled model'}, {key['dtype']} on {key['device']}{stored}; prefill: {fed}; {fields}."
     )

@@ -92,7 +92,7 @@ class Segment:
 
 
 def symbols_among(values: Sequence[Any], symbols: Collection[Any]) -> set[Any]:
-    """Return those of some symbols that occur in the sizes of operands."""
+    """Return the members of `symbols` that occur in the sizes of operands."""
     return {occurring for value in values for occurring in symbolic_shapes.symbols(value)}.intersection(symbols)
 
 

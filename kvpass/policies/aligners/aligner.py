@@ -1,7 +1,7 @@
-"""Define a trained aligner: its weights, the model that they were trained for, and the repair of rows.
+"""Define a trained aligner: its weights, the model that they were trained for, and the repair of vectors.
 
-A decode step repairs all cached vectors of one layer.  Everything that does not depend on the rows is precomputed once:
-fc1 acts on [row; embeddings], so it splits into W row + table[embeddings].
+A decode step repairs all cached vectors of one layer.  All that does not depend on the vectors is precomputed once: fc1
+acts on [vector; embeddings], so it splits into W vector + table[embeddings].
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Aligner(Weights):
 
     Attributes:
         recipe: "direct" repairs a row of the model in one move of any distance; "paper" moves a row, repaired or not,
-            by `signature.every` positions; "nothing" leaves rows unchanged.
+            by `signature.every` positions; "nothing" leaves vectors unchanged.
         signature: the model and settings that it was trained for.
         tensors: float32, by name; see `kvpass.policies.aligners.networks` for the shapes.
         digest: a hash of all these.
@@ -87,14 +87,14 @@ class Aligner(Weights):
     def repair(
         self, weights: Sequence[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return rows as if they had been computed at `rank` where they move; the other rows stay unchanged.
+        """Return vectors as if they had been computed at `rank` where they move; the others stay unchanged.
 
         Args:
-            weights: the result of `layer_weights` for the layer, on the device of the rows.
+            weights: the result of `layer_weights` for the layer, on the device of the vectors.
             key, value: [B, Hkv, C, D] and [B, Hkv, C, Dv].
             made: int64 [B, C], the position at which each row was computed; "paper" ignores it.
             rank: int64 [B, C], the position that each row must have.
-            moves: bool [B, C], the rows to repair.
+            moves: bool [B, C], the vectors to repair.
         """
         made, rank = (each.clamp(0, self.signature.window) for each in (made, rank))
         if self.recipe == "direct":
@@ -160,12 +160,12 @@ def _direct(
     width = keys.shape[-1]
     parts = change[..., :width], change[..., width:]
     on_keys, on_values = (x.view(*x.shape[:2], key.shape[1], -1).transpose(1, 2) for x in parts)
-    return _rows_to_move(key, on_keys, moves), _rows_to_move(value, on_values, moves)
+    return _with_moved(key, on_keys, moves), _with_moved(value, on_values, moves)
 
 
-def _rows_to_move(rows: Tensor, change: Tensor, moves: Tensor) -> Tensor:
-    """Add a change to rows [B, Hkv, C, D] where they move, in the rows' dtype."""
-    return torch.where(moves[:, None, :, None], (rows.float() + change).to(rows.dtype), rows)
+def _with_moved(vectors: Tensor, change: Tensor, moves: Tensor) -> Tensor:
+    """Add a change to vectors [B, Hkv, C, D] where they move, in their dtype."""
+    return torch.where(moves[:, None, :, None], (vectors.float() + change).to(vectors.dtype), vectors)
 
 
 def _paper_weights(tensors: Mapping[str, Tensor], part: str) -> list[Any]:
@@ -181,9 +181,9 @@ def _paper_weights(tensors: Mapping[str, Tensor], part: str) -> list[Any]:
     return [table, *([x.contiguous()] * len(layer) for x in (on_row.T, *rest))]
 
 
-def _paper(weights: Sequence[Tensor], rows: Tensor, rank: Tensor, moves: Tensor) -> Tensor:
+def _paper(weights: Sequence[Tensor], vectors: Tensor, rank: Tensor, moves: Tensor) -> Tensor:
     table, on_row, inner, inner_bias, outer, outer_bias = weights
     at_position = table[rank].transpose(1, 2)  # [B, Hkv, C, h1]
-    hidden = torch.relu(rows.float() @ on_row + at_position)
+    hidden = torch.relu(vectors.float() @ on_row + at_position)
     hidden = torch.relu(hidden @ inner + inner_bias)
-    return _rows_to_move(rows, hidden @ outer + outer_bias, moves)
+    return _with_moved(vectors, hidden @ outer + outer_bias, moves)

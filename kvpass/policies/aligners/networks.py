@@ -1,8 +1,8 @@
 """Define the trained networks and the tensors that they are stored as.
 
-L layers, H KV heads, D and Dv head dimensions, N rows, M the window.  Networks repair float32 keys [L, N, H, D] and
-values [L, N, H, Dv].  `made` and `rank`, int64 [N], are the positions at which rows were computed and those they must
-have.  `stored()` returns the tensors of `kvpass.policies.aligners.Aligner`.
+L layers, H KV heads, D and Dv head dimensions, N tokens, M the window.  Networks repair float32 keys [L, N, H, D] and
+values [L, N, H, Dv].  `made` and `rank`, int64 [N], are the positions at which vectors were computed and the positions
+that they must have.  `stored()` returns the tensors of `kvpass.policies.aligners.Aligner`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class DirectNetwork(nn.Module):
 
     [k; v] <- [k; v] + (E(rank) - E(made)) S + fc3(relu(fc2(relu(fc1[k; v; E(made); E(rank)])))),
 
-    with all heads of a token in one row.  Input rows are standardised and output changes scaled; `fit_scales` sets
+    with all heads of a token in one vector.  Inputs are standardised and output changes scaled; `fit_scales` sets
     both, and `to_tensors` multiplies them into the weights.  fc3 starts at zero.  `fit_positions` sets E and S so that
-    training starts from the part that positions alone explain: the difference of their mean rows.
+    training starts from the part that positions alone explain: the difference of their mean vectors.
     """
 
     def __init__(self, signature: Signature, hidden: Hidden = (96, 96), embedding: int = 144) -> None:
@@ -44,15 +44,15 @@ class DirectNetwork(nn.Module):
         self.spread: Tensor
         self.change: Tensor
 
-    def fit_scales(self, rows: Tensor, targets: Tensor) -> None:
-        """Set the scales from rows [L, N, H * (D + Dv)] and their targets."""
-        self.mean.copy_(rows.mean(1, keepdim=True))
-        self.spread.copy_(rows.std(1, keepdim=True).clamp(min=1e-3))
-        self.change.copy_((targets - rows).square().mean(1, keepdim=True).sqrt().clamp(min=1e-4))
+    def fit_scales(self, vectors: Tensor, targets: Tensor) -> None:
+        """Set the scales from vectors [L, N, H * (D + Dv)] and their targets."""
+        self.mean.copy_(vectors.mean(1, keepdim=True))
+        self.spread.copy_(vectors.std(1, keepdim=True).clamp(min=1e-3))
+        self.change.copy_((targets - vectors).square().mean(1, keepdim=True).sqrt().clamp(min=1e-4))
 
     @torch.no_grad()
     def fit_positions(self, means: Tensor) -> None:
-        """Fit E and S to mean rows by position, [L, M + 1, H * (D + Dv)]."""
+        """Fit E and S to mean vectors by position, [L, M + 1, H * (D + Dv)]."""
         layers, count, width = means.shape
         scaled = ((means - means.mean(1, keepdim=True)) / self.change).transpose(0, 1).flatten(1)  # [M + 1, L * w]
         left, values, right = torch.linalg.svd(scaled, full_matrices=False)
@@ -62,15 +62,15 @@ class DirectNetwork(nn.Module):
         self.shift.zero_()[:, :components] = shifts.transpose(0, 1)
 
     def forward(self, key: Tensor, value: Tensor, made: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
-        rows = torch.cat([key.flatten(2), value.flatten(2)], -1)  # [L, N, H * (D + Dv)]
-        scaled = (rows - self.mean) / self.spread
+        vectors = torch.cat([key.flatten(2), value.flatten(2)], -1)  # [L, N, H * (D + Dv)]
+        scaled = (vectors - self.mean) / self.spread
         weight = torch.cat([self.on_key, self.on_value], 1)
         at_positions = (self.positions @ self.on_made)[:, made] + (self.positions @ self.on_rank)[:, rank]  # [L, N, h1]
         hidden = torch.relu(torch.baddbmm(at_positions + self.first_bias[:, None], scaled, weight))
         hidden = torch.relu(torch.baddbmm(self.inner_bias[:, None], hidden, self.inner))
         table = self.positions @ self.shift  # [L, M + 1, H * (D + Dv)]
         change = torch.baddbmm(self.outer_bias[:, None], hidden, self.outer) + table[:, rank] - table[:, made]
-        repaired = rows + self.change * change
+        repaired = vectors + self.change * change
         width = key[0, 0].numel()
         return repaired[..., :width].view_as(key), repaired[..., width:].view_as(value)
 

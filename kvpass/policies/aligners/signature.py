@@ -45,14 +45,14 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
     Raises:
         AlignerError: it returns no cache of keys and values, or its layers differ in heads or head dimension.
     """
-    rows = cached_vectors(model, torch.zeros(1, 2, dtype=torch.int64, device=device_of(model)))
-    shapes = {(key.shape[1], key.shape[3], value.shape[3]) for key, value in rows}
+    vectors = cached_vectors(model, torch.zeros(1, 2, dtype=torch.int64, device=device_of(model)))
+    shapes = {(key.shape[1], key.shape[3], value.shape[3]) for key, value in vectors}
     if len(shapes) != 1:
         raise AlignerError(
-            f"{architecture_of(model)} caches rows of shapes {sorted(shapes)}: an aligner needs equal shapes"
+            f"{architecture_of(model)} caches keys and values of shapes {sorted(shapes)}: an aligner needs equal shapes"
         )
     heads, key_dim, value_dim = shapes.pop()
-    return Signature(architecture_of(model), len(rows), heads, key_dim, value_dim, window, sinks, every)
+    return Signature(architecture_of(model), len(vectors), heads, key_dim, value_dim, window, sinks, every)
 
 
 @torch.no_grad()

@@ -112,7 +112,7 @@ class SyntheticSlots:
         return None if isinstance(slots, Slots) else slots.order[:, self.case.given.layouts[layer].head_slices[part]]
 
     def columns(self, layer: int, part: int = 0) -> Tensor:
-        """Return the index of each slot's token among cached and new ones, in class `part`: [B, H', N]; -1 if free."""
+        """Return the index of each slot's token among cached and new tokens, int64 [B, H', N]; -1 if free."""
         conversation, new, kept = self.conversation, self.case.query_len, self.conversation.kept[layer]
         tokens = self.for_layer(layer).by_class[part].index
         if self.case.context.decodes:

@@ -203,11 +203,7 @@ class WatchedCall:
 
 
 class RedirectedForward:
-    """The `forward` of a compiled model, so that `model.forward(...)` does what `model(...)` does.
-
-    Attributes:
-        model: the model.
-    """
+    """The `forward` of a compiled model, so that `model.forward(...)` does what `model(...)` does."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model

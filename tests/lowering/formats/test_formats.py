@@ -1,4 +1,4 @@
-"""Test rows in int8 and int4: their error, their compiled code, and their size."""
+"""Test vectors in int8 and int4: their error, their compiled code, and their size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare every policy on rows in int8 and int4 with its reference, step by step."""
+"""Compare every policy on vectors in int8 and int4 with its reference, step by step."""
 
 from __future__ import annotations
 
