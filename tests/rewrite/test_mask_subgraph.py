@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -114,6 +114,7 @@ def whole(name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*BY_INDEX, *BY_ENTRY])
+@settings(max_examples=3)
 @given(
     orders=st.lists(st.permutations(range(-2, LONG + NEW)), min_size=4, max_size=4),
     groups=st.integers(1, 2),
