@@ -145,7 +145,7 @@ class KeyAxis:
         alias_sets = alias.AliasSets(graph)
         self._overwritten = {node for node in among if not among.issuperset(alias_sets.writers(node))}
         for node in graph.nodes:
-            if node in among and node not in self.known and not walk.is_size(node):
+            if node in among and node not in self.known and not _is_size_or_shape(node):
                 self.known[node] = self._follow(node)
                 self._record_offset(node)
 
@@ -245,6 +245,11 @@ class KeyAxis:
         if isinstance(argument, fx.Node) and argument in self.lengths:
             return self.lengths[argument]
         return self.sizes.in_length(argument) if isinstance(argument, int) or walk.is_size(argument) else None
+
+
+def _is_size_or_shape(node: fx.Node) -> bool:
+    """Return whether a node stands for a size or a whole shape, which depends on no values."""
+    return walk.is_size(node) or isinstance(example_value(node), torch.Size)
 
 
 def is_lengthened(node: fx.Node, sizes: SizeResolver) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -67,11 +67,12 @@ def held(layer: LayerCache, row: int) -> list[Any]:
     return content(layer)[row * heads : (row + 1) * heads]
 
 
-@pytest.mark.parametrize("policy", ["window", "streaming", "tova"])
+@pytest.mark.parametrize("policy", ["window", "streaming"])
 @given(
     inserted=st.lists(st.tuples(st.integers(0, ROWS - 1), st.integers(1, 20)), min_size=1, max_size=6),
     more=st.integers(0, 5),
 )
+@settings(max_examples=5)
 def test_each_row_holds_its_own_prompt_whatever_others_do(
     policy: str, inserted: list[tuple[int, int]], more: int
 ) -> None:

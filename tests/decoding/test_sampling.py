@@ -152,13 +152,17 @@ def test_rows_draw_by_their_own_settings() -> None:
     shares = torch.tensor([0.05, 0.05, 0.25, 0.65])
     rows = [(dict(temperature=0.0), [3]), (dict(temperature=1.0, top_k=2), [2, 3])]
     rows += [(dict(temperature=1.0, top_p=0.7), [2, 3]), (dict(temperature=1.0), [0, 1, 2, 3])]
-    per_row = RowSampling.of(len(rows), CPU)
-    counts = torch.zeros(len(rows), 4)
+    four = RowSampling.of(len(rows), CPU)
     for row, (options, _) in enumerate(rows):
-        per_row.set_row(row, Sampling(**options, seed=row))
-    for made in range(4000):
-        drawn = per_row.choose(shares.log().expand(len(rows), 4), torch.full((len(rows),), made))
-        counts[torch.arange(len(rows)), drawn] += 1
+        four.set_row(row, Sampling(**options, seed=row))
+    tensors = (four.temperature, four.top_k, four.top_p, four.seed)
+    per_row = RowSampling(four.rows * 1000, *(tensor.repeat(1000) for tensor in tensors))
+    counts = torch.zeros(len(rows), 4)
+    for start in range(0, 4000, 1000):
+        made = torch.arange(start, start + 1000).repeat_interleave(len(rows))
+        drawn = per_row.choose(shares.log().expand(len(made), 4), made).view(1000, len(rows))
+        for row in range(len(rows)):
+            counts[row] += drawn[:, row].bincount(minlength=4)
     for row, (_, allowed) in enumerate(rows):
         expected = torch.zeros(4)
         expected[allowed] = shares[allowed] / shares[allowed].sum()

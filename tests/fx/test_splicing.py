@@ -79,7 +79,7 @@ def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 # -- extract -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(programs(*PURE, *VIEWS, *WRITES), st.lists(st.integers(0, 20), min_size=1, max_size=3), st.booleans())
 @example([("t", 0, 0), ("setitem", 2, 1), ("neg", 0, 0)], [3], False)  # a write through a view
 @example([("neg", 0, 0), ("add_", 2, 2)], [2], True)  # a write before the reader
@@ -114,7 +114,7 @@ def no_number(node: fx.Node) -> None:
     """Leave sizes in the subgraph."""
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     programs(*PURE, *VIEWS),
     st.lists(st.integers(0, 20), min_size=1, max_size=2),
@@ -137,7 +137,7 @@ def test_a_subgraph_computes_its_results_from_other_values(
     assert dependent.isdisjoint(subgraph.bound)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(programs("add", "neg", "t", *WRITES), st.integers(0, 20), st.integers(0, 20))
 @example([("neg", 0, 0), ("add_", 2, 1), ("add", 2, 2)], 1, 4)
 def test_a_subgraph_writes_in_place_as_the_whole_graph_does(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -80,6 +80,7 @@ def cut(x: Tensor, ends: list[int]) -> Sections:
 
 
 @pytest.mark.parametrize("name", [*JOINING, *APART])
+@settings(max_examples=3)
 @given(ends=st.lists(st.integers(1, WIDTH - 1), max_size=3), whole=st.booleans())
 @example(ends=[], whole=False)
 @example(ends=[4], whole=True)
