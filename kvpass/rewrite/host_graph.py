@@ -9,7 +9,7 @@ from kvpass.fx import alias, splicing, walk
 from kvpass.rewrite.context import StepContext
 
 
-def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphModule | None:
+def build_host_graph(context: StepContext, gather_from: list[fx.Node]) -> fx.GraphModule | None:
     """Return a graph of the outputs, inputs and checks that read all tokens; None if there are none.
 
     Args:
@@ -18,26 +18,28 @@ def build_host_graph(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
     Raises:
         UnsupportedGraph: such a value needs attention or the cache, or its computation writes to an input.
     """
-    read = [*step.inputs.host_inputs, *gather_from, *step.host_checks]
-    if not step.outputs.dynamo_outputs.grown and not read:
+    read = [*context.inputs.host_inputs, *gather_from, *context.host_checks]
+    if not context.outputs.dynamo_outputs.grown and not read:
         return None
-    graph = step.given.canonical_gm.graph
+    graph = context.given.canonical_gm.graph
     originals, outputs, end = {node.name: node for node in graph.nodes}, walk.results(graph), graph.output_node()
     for node in read:
         if node.name not in originals:
-            step.refuse_growth(node)
-    results = [outputs[index] for index in step.outputs.dynamo_outputs.grown] + [originals[node.name] for node in read]
+            context.refuse_growth(node)
+    results = [outputs[index] for index in context.outputs.dynamo_outputs.grown] + [
+        originals[node.name] for node in read
+    ]
     needed = alias.ancestors_with_writes(results, reader=end)
-    _check_reads_no_cache(step, results, needed)
+    _check_reads_no_cache(context, results, needed)
     for writer in alias.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
-        step.refuse_growth(writer)  # both graphs would write
-    if not needed.isdisjoint(each.call for each in attention_calls(step.given.sites)):
-        step.refuse_growth(results[0])
-    return splicing.extract(step.given.canonical_gm, results, end)
+        context.refuse_growth(writer)  # both graphs would write
+    if not needed.isdisjoint(each.call for each in attention_calls(context.given.sites)):
+        context.refuse_growth(results[0])
+    return splicing.extract(context.given.canonical_gm, results, end)
 
 
-def _check_reads_no_cache(step: StepContext, results: list[fx.Node], needed: set[fx.Node]) -> None:
-    pasts = {past for site in step.given.sites for past in site.pasts}
+def _check_reads_no_cache(context: StepContext, results: list[fx.Node], needed: set[fx.Node]) -> None:
+    pasts = {past for site in context.given.sites for past in site.pasts}
     if needed.isdisjoint(pasts):
         return
     writers = sorted(filter(alias.writes, needed))  # a value may read the cache through a write to its memory alone

@@ -49,8 +49,8 @@ class AddedInputs:
         host_inputs: for nodes that read all tokens, the inputs with their values, which are precomputed on the host.
     """
 
-    def __init__(self, step: StepGraph) -> None:
-        self._step = step
+    def __init__(self, context: StepGraph) -> None:
+        self._context = context
         self.columns: dict[fx.Node, fx.Node] = {}
         self.entries: dict[tuple[int, PerTokenInput], fx.Node] = {}
         self.host_inputs: dict[fx.Node, fx.Node] = {}
@@ -63,16 +63,17 @@ class AddedInputs:
     def column(self, argument: fx.Node) -> fx.Node:
         """Return the input with the new tokens' columns of an argument that has a column for every token."""
         if argument not in self.columns:
-            shape = (*map(self._step.sizes.resolved_size, example_value(argument).shape[:-1]), self._step.query_len)
-            self.columns[argument] = self._new(f"{argument.name}_now", shape, example_value(argument).dtype)
+            context, example = self._context, example_value(argument)
+            shape = (*map(context.sizes.resolved_size, example.shape[:-1]), context.query_len)
+            self.columns[argument] = self._new(f"{argument.name}_now", shape, example.dtype)
         return self.columns[argument]
 
     def entry(self, layer: int, entry: PerTokenInput) -> fx.Node:
         """Return the input with the entry of each slot's token in a layer."""
-        step, name = self._step, entry.node.name
+        context, name = self._context, entry.node.name
         if (layer, entry) not in self.entries:
-            count = step.capacities[layer] + step.query_len
-            shape = (step.batch, step.layouts[layer].metadata_heads, count, *entry.entry_shape)
+            count = context.capacities[layer] + context.query_len
+            shape = (context.batch, context.layouts[layer].metadata_heads, count, *entry.entry_shape)
             self.entries[layer, entry] = self._new(f"{name}_at_{layer}", shape, example_value(entry.node).dtype)
         return self.entries[layer, entry]
 
@@ -80,16 +81,16 @@ class AddedInputs:
         """Return the input with the value of a node that reads all tokens."""
         if node not in self.host_inputs:
             self.host_inputs[node] = self._new(
-                f"{node.name}_on_host", self._step.shape(node), example_value(node).dtype
+                f"{node.name}_on_host", self._context.shape(node), example_value(node).dtype
             )
         return self.host_inputs[node]
 
     def valid(self, layer: int) -> fx.Node:
         """Return the node bool [B, q], false where a new token is padding, for a layer."""
-        step, padding_inputs = self._step, self._step.padding_inputs.by_layer[layer]
+        context, padding_inputs = self._context, self._context.padding_inputs.by_layer[layer]
         if padding_inputs in self._valid:
             return self._valid[padding_inputs]
-        shape, device = (step.batch, step.query_len), step.device
+        shape, device = (context.batch, context.query_len), context.device
 
         def function(*columns: Tensor) -> list[Tensor]:
             valid = torch.ones(shape, dtype=torch.bool, device=device)
@@ -98,8 +99,8 @@ class AddedInputs:
             return [valid]
 
         inputs = [self.column(argument) for argument in padding_inputs]
-        node = step.compute(function, inputs, step.length.next, f"kvpass_valid_{len(self._valid)}")[0]
-        self._valid[padding_inputs] = with_value(node, step.empty_of_shape(shape, torch.bool))
+        node = context.compute(function, inputs, context.length.next, f"kvpass_valid_{len(self._valid)}")[0]
+        self._valid[padding_inputs] = with_value(node, context.empty_of_shape(shape, torch.bool))
         return node
 
     def gathered_inputs(self) -> tuple[list[GatheredInput], list[fx.Node]]:
@@ -108,7 +109,7 @@ class AddedInputs:
         for layer, entry in self.entries:
             node = entry.node
             if node.op == "placeholder":
-                found.append(GatheredInput(layer, entry, True, self._step.placeholders.index(node)))
+                found.append(GatheredInput(layer, entry, True, self._context.placeholders.index(node)))
                 continue
             if node not in computed:
                 computed.append(node)
@@ -116,8 +117,8 @@ class AddedInputs:
         return found, computed
 
     def _new(self, name: str, shape: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
-        example = self._step.empty_of_shape(shape, dtype)
-        with self._step.graph.inserting_after(self._step.placeholders[-1]):
-            node = self._step.graph.placeholder(name)
+        example = self._context.empty_of_shape(shape, dtype)
+        with self._context.graph.inserting_after(self._context.placeholders[-1]):
+            node = self._context.graph.placeholder(name)
         dynamo.as_new_input(node, example, in_place=False)
         return node

@@ -140,7 +140,7 @@ class StepRewrite:
 
 
 def rewrite_step(
-    step: StepContext,
+    context: StepContext,
     passes: Sequence[Pass] = STEP_PASSES,
     watch: Callable[[PassRecord, fx.Graph], None] = lambda record, graph: None,
 ) -> StepRewrite:
@@ -156,43 +156,43 @@ def rewrite_step(
     for each in passes:
         start = time.perf_counter()
         try:
-            record = each(step)
+            record = each(context)
         except UnsupportedGraph as refusal:
-            refusal.line = refusal.line or walk.known_line(step.sites[0].call)
+            refusal.line = refusal.line or walk.known_line(context.sites[0].call)
             raise
         record.name, record.milliseconds = each.__name__, 1000 * (time.perf_counter() - start)
-        watch(record, step.graph)
-        step.records.append(record)
-    step.step_gm.recompile()
-    return _result(step)
+        watch(record, context.graph)
+        context.records.append(record)
+    context.step_gm.recompile()
+    return _result(context)
 
 
-def _inputs_of_changing_strides(step: StepContext, inputs: Sequence[int]) -> list[int]:
+def _inputs_of_changing_strides(context: StepContext, inputs: Sequence[int]) -> list[int]:
     """Return the inputs whose strides may change, or refuse a graph that writes to one of them."""
-    result = [index for index in inputs if strides_may_change(walk.example_value(step.placeholders[index]))]
-    writers = alias.writers_to({step.placeholders[index] for index in result})
+    result = [index for index in inputs if strides_may_change(walk.example_value(context.placeholders[index]))]
+    writers = alias.writers_to({context.placeholders[index] for index in result})
     if writers:
         why = "writes in place to an input whose sizes change from call to call; a step gets a copy of it"
         walk.refuse(writers[0], f"{why}, so return the new values instead")
     return result
 
 
-def _result(step: StepContext) -> StepRewrite:
-    entries, precomputed = step.inputs.gathered_inputs()
-    remaining = set(walk.placeholders(step.graph))
-    inputs = [index for index, argument in enumerate(step.placeholders) if argument in remaining]
+def _result(context: StepContext) -> StepRewrite:
+    entries, precomputed = context.inputs.gathered_inputs()
+    remaining = set(walk.placeholders(context.graph))
+    inputs = [index for index, argument in enumerate(context.placeholders) if argument in remaining]
     signature = StepSignature(
         inputs=inputs,
-        dynamic_stride_inputs=_inputs_of_changing_strides(step, inputs),
-        columns=[step.placeholders.index(argument) for argument in step.inputs.columns],
-        query_len=step.query_len,
-        policy_weights=step.policy_weights.tensors,
+        dynamic_stride_inputs=_inputs_of_changing_strides(context, inputs),
+        columns=[context.placeholders.index(argument) for argument in context.inputs.columns],
+        query_len=context.query_len,
+        policy_weights=context.policy_weights.tensors,
         entries=entries,
-        host_graph=build_host_graph(step, precomputed),
-        host_input_count=len(step.inputs.host_inputs),
-        **vars(step.outputs),
+        host_graph=build_host_graph(context, precomputed),
+        host_input_count=len(context.inputs.host_inputs),
+        **vars(context.outputs),
     )
-    examples = [step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.dynamic else []
-    keys = [step.slot(layer, "key") for layer in range(len(step.slots))]
+    examples = [context.example(node) for node in walk.placeholders(context.graph)] if context.sizes.dynamic else []
+    keys = [context.slot(layer, "key") for layer in range(len(context.slots))]
     layers = [min(key.users) for key in keys if key.users]
-    return StepRewrite(step.step_gm, signature, layers, step.sizes.dynamic, examples)
+    return StepRewrite(context.step_gm, signature, layers, context.sizes.dynamic, examples)

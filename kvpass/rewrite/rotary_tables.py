@@ -16,8 +16,8 @@ from kvpass.rewrite.rotary_subgraph import RotarySubgraph
 class RotaryTables:
     """The tables of a step graph, each emitted once."""
 
-    def __init__(self, step: StepContext) -> None:
-        self._step = step
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
         self._tables: dict[Any, list[fx.Node]] = {}
         self._pairs: dict[Any, RotaryPairs | None] = {}
 
@@ -25,20 +25,20 @@ class RotaryTables:
         """Return the nodes of the table of angles for ranks 0 .. capacity - 1."""
         key = (rotary.angles.key, str(rotary.position_shape), str(capacity))
         if key not in self._tables:
-            step, first = self._step, self._step.sites[0].call
-            nodes = [step.length, *rotary.angles.bound]  # the length only gives the device
+            context, first = self._context, self._context.sites[0].call
+            nodes = [context.length, *rotary.angles.bound]  # the length only gives the device
             for node in rotary.angles.bound:  # a later module of the model may make it
                 walk.move_before(first, node)
 
             def function(length: Tensor, *bound: Tensor) -> list[Tensor]:
                 return rotary.table(capacity, list(bound), length.device)
 
-            self._tables[key] = step.compute(function, nodes, first, f"kvpass_table_{len(self._tables)}")
+            self._tables[key] = context.compute(function, nodes, first, f"kvpass_table_{len(self._tables)}")
         return self._tables[key]
 
     def pairs(self, rotary: RotarySubgraph | None) -> RotaryPairs | None:
         """Return the dimensions that an embedding mixes, if a kernel can rotate the keys itself; else None."""
-        if rotary is None or not self._step.decodes_on_gpu:
+        if rotary is None or not self._context.decodes_on_gpu:
             return None
         if rotary.key not in self._pairs:
             self._pairs[rotary.key] = rotary.pairs()
@@ -54,5 +54,5 @@ class RotaryTables:
                 return list(rotary.mixing_weights(pairs, list(tensors[: len(table)]), list(tensors[len(table) :])))
 
             nodes = [*table, *rotary.rotate.bound]
-            self._tables[key] = self._step.compute(function, nodes, before, f"kvpass_mixed_{len(self._tables)}")
+            self._tables[key] = self._context.compute(function, nodes, before, f"kvpass_mixed_{len(self._tables)}")
         return self._tables[key]

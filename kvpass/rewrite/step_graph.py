@@ -203,8 +203,8 @@ _FUNCTIONS = {"Add": operator.add, "Mul": operator.mul}
 class SizeNodes:
     """The nodes of dynamic sizes in a step graph, each created once."""
 
-    def __init__(self, step: StepGraph) -> None:
-        self._step = step
+    def __init__(self, context: StepGraph) -> None:
+        self._step = context
         self._made: dict[sympy.Expr, fx.Node] = {}
         self._emitted: list[fx.Node] = []  # in the order of the graph
 
@@ -226,11 +226,11 @@ class SizeNodes:
     @functools.cached_property
     def _symbols(self) -> list[sympy.Symbol]:
         """The symbols of `for_layer`: budgets are left out, because no tensor has a budget for a size."""
-        step = self._step
-        if step.sizes.dynamic is None:
+        context = self._step
+        if context.sizes.dynamic is None:
             return []
-        budgets = {shapes.expr(layout.budget) for layout in step.layouts} - set(map(shapes.expr, step.capacities))
-        return [symbol for symbol in step.sizes.dynamic.symbols if symbol not in budgets]
+        budgets = {shapes.expr(layout.budget) for layout in context.layouts} - set(map(shapes.expr, context.capacities))
+        return [symbol for symbol in context.sizes.dynamic.symbols if symbol not in budgets]
 
     def number_or_node(self, size: Any) -> Any:
         """Return the number or the node of a size that does not grow; refuse one that arguments do not determine."""
@@ -251,12 +251,12 @@ class SizeNodes:
 
     def _source(self, symbol: sympy.Symbol) -> fx.Node:
         """Return the placeholder of a number, or a node that reads the capacity from the slots."""
-        step = self._step
-        for layer, capacity in enumerate(step.capacities):
+        context = self._step
+        for layer, capacity in enumerate(context.capacities):
             if symbol == shapes.expr(capacity):
-                return self._call(symbolic_shapes.SIZE, step.slot(layer, "position"), 2, size=capacity)
-        for argument in filter(walk.is_size, step.placeholders):
-            if not step.sizes.grows(argument) and shapes.expr(step.sizes.resolved_size(argument)) == symbol:
+                return self._call(symbolic_shapes.SIZE, context.slot(layer, "position"), 2, size=capacity)
+        for argument in filter(walk.is_size, context.placeholders):
+            if not context.sizes.grows(argument) and shapes.expr(context.sizes.resolved_size(argument)) == symbol:
                 return argument
         raise UnsupportedGraph(f"no argument has the size {symbol}; please report this graph (kvpass.explain)")
 

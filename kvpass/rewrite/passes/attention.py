@@ -35,75 +35,79 @@ from kvpass.rewrite.rotary_subgraph import RotarySubgraph
 from kvpass.rewrite.rotary_tables import RotaryTables
 
 
-def attend_on_slots(step: StepContext) -> PassRecord:
+def attend_on_slots(context: StepContext) -> PassRecord:
     """Replace every attention call on a cache.
 
     Raises:
         UnsupportedGraph: a mask or the keys cannot be computed for slots.
     """
-    replacement = _AttentionReplacement(step)
-    for layer in range(len(step.sites)):
+    replacement = _AttentionReplacement(context)
+    for layer in range(len(context.sites)):
         replacement.replace(layer)
-    step.attention = replacement.results
-    return PassRecord([each.call.name for each in attention_calls(step.sites)])
+    context.attention = replacement.results
+    return PassRecord([each.call.name for each in attention_calls(context.sites)])
 
 
 class _AttentionReplacement:
     """Replace the layers of one graph; equal layers share a trace."""
 
-    def __init__(self, step: StepContext) -> None:
-        self.step = step
-        self.masks, self.tables = Masks(step), RotaryTables(step)
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
+        self.masks, self.tables = Masks(context), RotaryTables(context)
         self.results = AttentionResults({}, {}, [], self.masks.dropped_outputs)
         self._traced: dict[Any, fx.GraphModule] = {}
 
     def replace(self, layer: int) -> None:
         """Splice in a layer's step, and the steps of the layers that share its cache."""
-        step, site = self.step, self.step.sites[layer]
-        new = new_vectors(step, layer)
-        slots = step.slot_inputs[layer]
-        slots_before = step.copy_slots(layer) if site.shared_by and step.decodes else slots
+        context, site = self.context, self.context.sites[layer]
+        new = new_vectors(context, layer)
+        slots = context.slot_inputs[layer]
+        slots_before = context.copy_slots(layer) if site.shared_by and context.decodes else slots
         sums = self._splice(layer, site, slots, new, first=True)
         for sharing in site.shared_by:
             self._splice(layer, sharing, slots_before, new, first=False)
-        stored_key = step.rotations.raw_keys[layer] if step.stores_unrotated_keys and not site.computed else new[0]
+        stored_key = (
+            context.rotations.raw_keys[layer] if context.stores_unrotated_keys and not site.computed else new[0]
+        )
         self.results.admitted_outputs.append(
-            [] if step.decodes else [stored_key, new[1], step.inputs.valid(layer), *sums]
+            [] if context.decodes else [stored_key, new[1], context.inputs.valid(layer), *sums]
         )
 
     def _splice(
         self, layer: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool
     ) -> list[fx.Node]:
         """Splice in an attention call's step, which writes if it is the `first`; return a chunk's statistics."""
-        step, layout = self.step, self.step.layouts[layer]
+        context, layout = self.context, self.context.layouts[layer]
         mask = self.masks.for_site(site, layer)
         if layout.classes:
             _check_classes(site, layout, mask)
-        rotary = step.rotations.subgraphs[layer] if step.rotations.subgraphs else None
+        rotary = context.rotations.subgraphs[layer] if context.rotations.subgraphs else None
         pairs = self.tables.pairs(rotary)
-        computed = cut_computed_keys(step.step_gm, site, step.sizes, mask.key_features if mask else ())
+        computed = cut_computed_keys(context.step_gm, site, context.sizes, mask.key_features if mask else ())
         rope_weights = self.tables.mixing(rotary, pairs, layout.capacity, site.call) if rotary and pairs else []
         operands = {
             "slots": slots,
-            "new": [site.query, *new, step.inputs.valid(layer)],
+            "new": [site.query, *new, context.inputs.valid(layer)],
             "mask": mask.nodes if mask else [],
             "table": self.tables.angles(rotary, layout.capacity) if rotary else [],
             "rotate": rotary.rotate.bound if rotary else (),
             "rope": rope_weights,
             "computed": computed.subgraph.bound if computed else (),
             "sink_logit": [] if site.sink_logit is None else [site.sink_logit],
-            "policy_weights": step.policy_weights.of_layers[layer],
-            "write_slots": step.write_indices[layer : layer + 1],
+            "policy_weights": context.policy_weights.of_layers[layer],
+            "write_slots": context.write_indices[layer : layer + 1],
         }
         nodes = [x for group in operands.values() for x in group]
-        parts = _LayerStepParts(layout, site, mask, rotary, pairs, computed, bool(step.padding_inputs.by_layer[layer]))
-        symbols = {symbol: _OWN_CAPACITY for symbol, owner in step.size_nodes.layer_of.items() if owner == layer}
-        key = (*self._shared_layout(layer), parts.key, first, *(_signature(step, node, symbols) for node in nodes))
+        parts = _LayerStepParts(
+            layout, site, mask, rotary, pairs, computed, bool(context.padding_inputs.by_layer[layer])
+        )
+        symbols = {symbol: _OWN_CAPACITY for symbol, owner in context.size_nodes.layer_of.items() if owner == layer}
+        key = (*self._shared_layout(layer), parts.key, first, *(_signature(context, node, symbols) for node in nodes))
         if key not in self._traced:
             counts = {name: len(group) for name, group in operands.items()}
             self._traced[key] = self._trace(layer, parts, nodes, counts, first)
         before = splice_point(site, nodes)
-        outputs = step.splice(self._traced[key], nodes, before, f"kvpass_{site.call.name}", layer)
+        outputs = context.splice(self._traced[key], nodes, before, f"kvpass_{site.call.name}", layer)
         self.results.replaced.update(replace_outputs(site, outputs))
         rest = iter(outputs[len(site.results) :])
         masks = list(itertools.islice(rest, 2 * len(layout.by_class)))
@@ -114,17 +118,17 @@ class _AttentionReplacement:
 
     def _shared_layout(self, layer: int) -> tuple[Layout, int]:
         """Return a layer's layout and number of slots, without a dynamic capacity that only this layer has."""
-        layout = dataclasses.replace(self.step.given.layouts[layer], layer=0)  # a layer's own weights are inputs
-        slots = self.step.slots[layer].capacity
-        owns_capacity = layer in self.step.size_nodes.layer_of.values()
+        layout = dataclasses.replace(self.context.given.layouts[layer], layer=0)  # a layer's own weights are inputs
+        slots = self.context.slots[layer].capacity
+        owns_capacity = layer in self.context.size_nodes.layer_of.values()
         return (dataclasses.replace(layout, capacity=0), 0) if owns_capacity else (layout, slots)
 
     def _trace(
         self, layer: int, parts: _LayerStepParts, nodes: list[fx.Node], counts: dict[str, int], first: bool
     ) -> fx.GraphModule:
-        step, layout, lse = self.step, parts.layout, parts.attention.lse
-        template = step.slots[layer]
-        lse_like = None if lse is None else (step.shape(lse), example_value(lse).dtype)
+        context, layout, lse = self.context, parts.layout, parts.attention.lse
+        template = context.slots[layer]
+        lse_like = None if lse is None else (context.shape(lse), example_value(lse).dtype)
 
         def results(attended: AttentionOutput) -> list[Tensor]:
             lse = []
@@ -138,14 +142,14 @@ class _AttentionReplacement:
             operands = _group_operands(tensors, counts)
             slots = template.with_tensors(operands["slots"])
             new, attention = NewTokens(*operands["new"]), parts.cached_attention(operands)
-            if not step.decodes:
+            if not context.decodes:
                 return results(chunk_step(layout, attention, slots, new))
             new = new._replace(valid=new.valid[:, 0])
             if first:
-                return results(decode_step(layout, attention, slots, new, step.given.compact))
+                return results(decode_step(layout, attention, slots, new, context.given.compact))
             return results(read_step(layout, attention, slots, new))
 
-        return step.trace(function, nodes, layer)
+        return context.trace(function, nodes, layer)
 
 
 def _check_classes(site: AttentionSite, layout: Layout, mask: MaskOnSlots | None) -> None:
@@ -169,20 +173,20 @@ _OWN_CAPACITY = sympy.Symbol("layers_capacity")
 """Stands for the dynamic capacity of any one layer, so that layers compare equal."""
 
 
-def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sympy.Symbol]) -> str:
+def _signature(context: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sympy.Symbol]) -> str:
     """Return the properties of a node's value on which a layer's code depends, as text."""
     text = functools.partial(shapes.text, renamed=symbols)
     if walk.is_size(node):
-        return text(step.sizes.resolved_size(node))
-    sizes = [*map(text, step.shape(node)), "by", *map(text, example_value(node).stride())]
-    return str((sizes, example_value(node).dtype, step.device_of(node)))
+        return text(context.sizes.resolved_size(node))
+    sizes = [*map(text, context.shape(node)), "by", *map(text, example_value(node).stride())]
+    return str((sizes, example_value(node).dtype, context.device_of(node)))
 
 
-def new_vectors(step: StepContext, layer: int) -> list[fx.Node]:
+def new_vectors(context: StepContext, layer: int) -> list[fx.Node]:
     """Return the new tokens' key and value; the key of a single token as stored, rotated or not."""
-    site = step.sites[layer]
-    key = step.rotations.raw_keys[layer] if step.stores_unrotated_keys and step.decodes else site.key
-    return [as_cached(step.graph, site, node) for node in (key, site.value)]
+    site = context.sites[layer]
+    key = context.rotations.raw_keys[layer] if context.stores_unrotated_keys and context.decodes else site.key
+    return [as_cached(context.graph, site, node) for node in (key, site.value)]
 
 
 def as_cached(graph: fx.Graph, site: AttentionSite, node: fx.Node) -> fx.Node:

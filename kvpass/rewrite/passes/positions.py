@@ -52,13 +52,15 @@ _FUNCTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def put_length_on_device(step: StepContext) -> PassRecord:
+def put_length_on_device(context: StepContext) -> PassRecord:
     """Rewrite the tensors computed from the length, and record the nodes that hold key indices, which masks rewrite."""
-    arithmetic = _LengthArithmetic(step)
+    arithmetic = _LengthArithmetic(context)
     lookups = arithmetic.slices()
-    key_indices = {w: [*key_index_aranges(step.graph.nodes, step.sizes, w), *lookups] for w in set(step.windows)}
+    key_indices = {
+        w: [*key_index_aranges(context.graph.nodes, context.sizes, w), *lookups] for w in set(context.windows)
+    }
     arithmetic.positions()
-    step.lengths = Lengths(arithmetic.computed, key_indices)
+    context.lengths = Lengths(arithmetic.computed, key_indices)
     unchanged = {node.name: "it counts the keys" for nodes in key_indices.values() for node in nodes}
     return PassRecord(arithmetic.rewritten, unchanged)
 
@@ -71,9 +73,9 @@ class _LengthArithmetic:
         rewritten: the names of the rewritten nodes.
     """
 
-    def __init__(self, step: StepContext) -> None:
-        self.graph, self.sizes, self.length = step.graph, step.sizes, step.length
-        self.number = step.size_nodes.number_or_node
+    def __init__(self, context: StepContext) -> None:
+        self.graph, self.sizes, self.length = context.graph, context.sizes, context.length
+        self.number = context.size_nodes.number_or_node
         self.computed: dict[fx.Node, sympy.Expr] = {}
         self.rewritten: list[str] = []
 
@@ -185,65 +187,72 @@ class _LengthArithmetic:
         node.replace_all_uses_with(shifted)
 
 
-def rank_positions(step: StepContext) -> PassRecord:
+def rank_positions(context: StepContext) -> PassRecord:
     """Replace positions by ranks, and record keys before their rotation.
 
     Raises:
         UnsupportedGraph: a layer has no rotary embedding, or its positions cannot be replaced.
     """
-    if not step.stores_unrotated_keys:
-        step.rotations = RotaryResults()
+    if not context.stores_unrotated_keys:
+        context.rotations = RotaryResults()
         return PassRecord(left={"keys": "they are stored as attention reads them"})
-    alias_sets = alias.AliasSets(step.step_gm.graph)
-    rotaries = [_rotary(step, layer, alias_sets) for layer in range(len(step.sites))]
-    subgraphs = cut_rotaries(step.step_gm, zip(step.sites, rotaries, strict=True), step.sizes, alias_sets)
-    positions = list(dict.fromkeys(p for layer, rotary in enumerate(rotaries) for p in _positions(step, layer, rotary)))
-    position_inputs = [origin for origin in map(strip_reshapes, positions) if origin in step.placeholders]
-    replaced = tuple(dict.fromkeys(map(step.placeholders.index, position_inputs)))
-    first = _rank_of_first(step)
+    alias_sets = alias.AliasSets(context.step_gm.graph)
+    rotaries = [_rotary(context, layer, alias_sets) for layer in range(len(context.sites))]
+    subgraphs = cut_rotaries(context.step_gm, zip(context.sites, rotaries, strict=True), context.sizes, alias_sets)
+    positions = list(
+        dict.fromkeys(p for layer, rotary in enumerate(rotaries) for p in _positions(context, layer, rotary))
+    )
+    position_inputs = [origin for origin in map(strip_reshapes, positions) if origin in context.placeholders]
+    replaced = tuple(dict.fromkeys(map(context.placeholders.index, position_inputs)))
+    first = _rank_of_first(context)
     for position in positions:
-        _replace_by_ranks(step, position, first)
-    step.rotations = RotaryResults(subgraphs, [rotary.raw for rotary in rotaries], replaced)
+        _replace_by_ranks(context, position, first)
+    context.rotations = RotaryResults(subgraphs, [rotary.raw for rotary in rotaries], replaced)
     return PassRecord([position.name for position in positions])
 
 
-def _rotary(step: StepContext, layer: int, alias_sets: alias.AliasSets) -> Rotary:
-    rotary, call = find_rotary(step.sites[layer]), step.sites[layer].call
+def _rotary(context: StepContext, layer: int, alias_sets: alias.AliasSets) -> Rotary:
+    rotary, call = find_rotary(context.sites[layer]), context.sites[layer].call
     if rotary is None:
         walk.refuse(call, "the keys have a rotary embedding in the prompt, but not in this step")
-    if not rotates_each_token_alone(rotary, step.sites[layer], alias_sets):
+    if not rotates_each_token_alone(rotary, context.sites[layer], alias_sets):
         walk.refuse(call, f"{KEY_ROTATED_BY_OTHERS}; use positions='absolute'")
     return rotary
 
 
-def _positions(step: StepContext, layer: int, rotary: Rotary) -> list[fx.Node]:
+def _positions(context: StepContext, layer: int, rotary: Rotary) -> list[fx.Node]:
     """Return the positions that rotate the layer's key and query."""
-    positions = positions_of(rotary, step.sites[layer])
+    positions = positions_of(rotary, context.sites[layer])
     if not positions:
-        walk.refuse(step.sites[layer].call, f"{QUERY_ROTATED_BY_OTHERS}; use positions='absolute'")
+        walk.refuse(context.sites[layer].call, f"{QUERY_ROTATED_BY_OTHERS}; use positions='absolute'")
     return positions
 
 
-def _rank_of_first(step: StepContext) -> fx.Node:
+def _rank_of_first(context: StepContext) -> fx.Node:
     """Return the node int64 [B] of the first new token's rank, computed before the first layer's step writes."""
 
     def function(position: Tensor, free: Tensor) -> list[Tensor]:
-        return [next_rank(position, free, step.decodes)]
+        return [next_rank(position, free, context.decodes)]
 
-    metadata = [step.slot(0, "position"), step.slot(0, "free")]
-    rank = step.compute(function, metadata, step.length.next, "kvpass_first_rank")[0]
-    return splicing.with_value(rank, step.empty_of_shape((step.batch,), torch.int64))
+    metadata = [context.slot(0, "position"), context.slot(0, "free")]
+    rank = context.compute(function, metadata, context.length.next, "kvpass_first_rank")[0]
+    return splicing.with_value(rank, context.empty_of_shape((context.batch,), torch.int64))
 
 
-def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> None:
+def _replace_by_ranks(context: StepContext, position: fx.Node, first: fx.Node) -> None:
     """Replace positions by ranks, live slots + 0, 1, ..., for the nodes that rotate queries and keys."""
-    shape, rows, query_len, dtype = step.shape(position), step.batch, step.query_len, example_value(position).dtype
+    shape, rows, query_len, dtype = (
+        context.shape(position),
+        context.batch,
+        context.query_len,
+        example_value(position).dtype,
+    )
     along = shapes.token_dim(shape, query_len)
-    padded = bool(step.padding_inputs.by_layer[0])
-    if rows > 1 and padded and not _may_differ_by_row(step, position):
-        walk.refuse(step.sites[0].call, f"{ROWS_SHARE_POSITIONS}; use positions='absolute'")
-    users = _rotating_users(step, position)
-    valid = [step.inputs.valid(0)] if padded and not step.decodes else []  # padding has no rank
+    padded = bool(context.padding_inputs.by_layer[0])
+    if rows > 1 and padded and not _may_differ_by_row(context, position):
+        walk.refuse(context.sites[0].call, f"{ROWS_SHARE_POSITIONS}; use positions='absolute'")
+    users = _rotating_users(context, position)
+    valid = [context.inputs.valid(0)] if padded and not context.decodes else []  # padding has no rank
 
     def function(first: Tensor, *valid: Tensor) -> list[Tensor]:
         steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in valid] or [torch.arange(query_len, device=first.device)]
@@ -254,51 +263,51 @@ def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> N
         full[0], full[along] = rows, query_len
         return [ranks.view(full).to(dtype)]
 
-    before = step.length.next if position.op == "placeholder" else position.next
-    ranks = step.compute(function, [first, *valid], before, f"kvpass_rank_{position.name}")[0]
+    before = context.length.next if position.op == "placeholder" else position.next
+    ranks = context.compute(function, [first, *valid], before, f"kvpass_rank_{position.name}")[0]
     for user in users:
         user.replace_input_with(position, splicing.with_value(ranks, example_value(position)))
 
 
-def _may_differ_by_row(step: StepContext, position: fx.Node) -> bool:
+def _may_differ_by_row(context: StepContext, position: fx.Node) -> bool:
     """Return whether positions have, or may have, a dimension for the rows of the tensor that they rotate."""
-    rotated = [node for each in attention_calls(step.sites) for node in (each.query, each.key)]
+    rotated = [node for each in attention_calls(context.sites) for node in (each.query, each.key)]
     return example_value(position).ndim > 1 and all(rows_come_first(position, node) for node in rotated)
 
 
-def _rotating_users(step: StepContext, position: fx.Node) -> list[fx.Node]:
+def _rotating_users(context: StepContext, position: fx.Node) -> list[fx.Node]:
     """Return the nodes that read positions to rotate queries and keys; masks still compare positions with indices."""
-    sites = attention_calls(step.sites)
+    sites = attention_calls(context.sites)
     calls = {site.call for site in sites}
     masks = {node for site in sites if site.mask for node in walk.ancestors(site.mask, calls)}
     rotating = {node for site in sites for node in walk.ancestors(site.query, calls)}
-    users = [user for user in step.graph.nodes if user in position.users]
+    users = [user for user in context.graph.nodes if user in position.users]
     if any(user in masks and user in rotating for user in users):
-        walk.refuse(step.sites[0].call, f"{BOTH_WAYS}; use positions='absolute'")
+        walk.refuse(context.sites[0].call, f"{BOTH_WAYS}; use positions='absolute'")
     return [user for user in users if user not in masks]
 
 
-def renumber_ids(step: StepContext) -> PassRecord:
+def renumber_ids(context: StepContext) -> PassRecord:
     """Replace position ids by the ids of cached tokens for all nodes that read them.
 
     Raises:
         UnsupportedGraph: no node can be shown to read position ids.
     """
-    if not step.layouts[0].policy.renumbers:
+    if not context.layouts[0].policy.renumbers:
         return PassRecord(left={"position ids": "the policy does not renumber"})
-    names, tensors = step.slots[0].names, step.slots[0].tensors()
+    names, tensors = context.slots[0].names, context.slots[0].tensors()
     seen, length = (tensors[names.index(name)] for name in ("seen", "length"))
-    readers = find_readers(step.step_gm, step.sites, step.argument_of, fits_step(seen, length))
+    readers = find_readers(context.step_gm, context.sites, context.argument_of, fits_step(seen, length))
     # The first layer's step writes to its slots.
-    late = any(step.sites[0].call < reader.node for reader in readers)
-    nodes = step.copy_slots(0) if late else step.slot_inputs[0]
+    late = any(context.sites[0].call < reader.node for reader in readers)
+    nodes = context.copy_slots(0) if late else context.slot_inputs[0]
     metadata = [nodes[names.index("position")], nodes[names.index("seen")]]
     for i, reader in enumerate(readers):
         inputs = [reader.ids, *metadata]
         function = functools.partial(
-            _count_cached, reader.along, step.query_len, step.layouts[0].policy.last_position()
+            _count_cached, reader.along, context.query_len, context.layouts[0].policy.last_position()
         )
-        ids = step.compute(function, inputs, reader.node, f"kvpass_ids_{i}")[0]
+        ids = context.compute(function, inputs, reader.node, f"kvpass_ids_{i}")[0]
         reader.node.replace_input_with(reader.ids, splicing.with_value(ids, example_value(reader.ids)))
     return PassRecord([reader.node.name for reader in readers])
 
