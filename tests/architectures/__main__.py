@@ -25,7 +25,7 @@ from tqdm import tqdm
 from tests.architectures import zoo
 from tests.architectures.apart import examine_apart
 from tests.architectures.check import BUDGET, PADDING, PROMPT, STEPS, Verdict
-from tests.architectures.inputs import READ
+from tests.architectures.inputs import BESIDE_TEXT, READ
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
@@ -111,6 +111,8 @@ def by_reason(verdicts: list[Verdict]) -> list[str]:
 
 _VERSIONS = f'transformers {transformers.__version__} and torch {torch.__version__.split("+")[0]}, `inner="eager"`.'
 
+_NEEDS = ", ".join(f"{name} {package}" for name, package in zoo.NEEDS.items())
+
 _CAUSAL = [
     "# Architectures",
     "",
@@ -124,6 +126,9 @@ _CAUSAL = [
     "- *refused*: an error of ours says why; nothing runs.",
     "- *no cache*: the model keeps no keys and values. *not built*: the shrunk configuration does not run uncompiled.",
     "",
+    "Some need a package of [constraints-architectures.txt](../constraints-architectures.txt):",
+    f"{_NEEDS}.",
+    "",
 ]
 _READING = [
     "## What reads text or speech first",
@@ -131,7 +136,8 @@ _READING = [
     "Every model type of `AutoModelForSeq2SeqLM` and `AutoModelForSpeechSeq2Seq`, in the same way. An encoder-decoder",
     f"reads {READ} tokens, some of them padding, or random sound; its decoder begins with {PROMPT} tokens, padded on",
     "the left. Cross-attention does not grow, is left alone, and is not counted. Decoders that hear by themselves,",
-    "such as Voxtral, are given text alone. LED's decoder begins unpadded: its steps mask no padding.",
+    "such as Voxtral, are given text alone, except those that need sound beside each token",
+    f"({', '.join(BESIDE_TEXT)}). LED's decoder begins unpadded: its steps mask no padding.",
     "Written by `make architectures`, with",
     _VERSIONS,
     "",

@@ -81,6 +81,8 @@ def examine(name: str, padding: int = 0, canonical: bool = True, table: str = "c
         table: key of `zoo.TABLES`.
     """
     padding = 0 if name in zoo.UNPADDED else padding
+    if zoo.attends_to_another(name, table):
+        return Verdict(name, "no cache", "it attends to the keys and values of the model that it assists")
     try:
         model = zoo.build(name, table)
     except Exception as error:
@@ -210,7 +212,8 @@ def _cause(error: kvpass.KVPassError, recorder: Recorder) -> str:
     placed = re.match(r"(\S+\.py:\d+: ?)(.*)", line or why, re.DOTALL)
     if not refused and placed:
         line, why = placed.groups()
-    return _brief(f"{why} ({line.split(': ')[0]})")
+    place = f" ({line.split(': ')[0]})" if line else ""
+    return _brief(why + place)
 
 
 def _brief(said: object) -> str:
@@ -249,4 +252,6 @@ def generate(model: Any, chosen: Backend | Beside | Switch | None, given: Given,
             **given, max_new_tokens=steps, min_new_tokens=steps, do_sample=False, num_beams=1,
             use_cache=True, output_logits=True, return_dict_in_generate=True, num_return_sequences=1,
         )  # fmt: skip
+    if out.logits is None:
+        raise ValueError("its generate does not go token by token: it returns no logits of single steps")
     return Run(out.sequences, torch.stack(out.logits, 1), out.past_key_values)

@@ -68,7 +68,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
         vocabulary_map={"<image>": IMAGE} | {f"IMGIMG{chr(ord('A') + i)}Z": 80 + i for i in range(8)},
         vq_config=_FEW_CODES,
     ),
+    "cosmos3_edge": dict(_THREE_AXES, projector_hidden_size=64, vision_config=dict(num_patches=16)),
     "deepseek_ocr2": dict(text_config=dict(mlp_layer_types=["dense", "sparse"], num_key_value_heads=4)),
+    "diffusion_gemma": dict(text_config=dict(top_k_experts=2), canvas_length=8),
     "dots3_note": dict(
         vision_config=dict(mlp_layer_types=["dense", "sparse"], adapter_in_dim=64, adapter_out_dim=64),
         audio_config=dict(adapter_input_size=64, adapter_out_dim=64),
@@ -79,6 +81,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     ),
     "ernie4_5_vl_moe": dict(
         text_config=dict(moe_intermediate_size=[32, 32], rope_parameters=_rotated(3, 3, 2)),
+    ),
+    "fast_vlm": dict(
+        vision_config=dict(
+            architecture="fastvit_t8", hidden_size=768, global_pool="avg", model_args=dict(inference_mode=True)
+        )
     ),
     "florence2": dict(
         vision_config=dict(
@@ -135,6 +142,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "idefics": dict(vision_config=dict(embed_dim=64)),
     "inkling2": dict(_INTO_64, text_config=dict(layer_types=["hybrid_sliding", "hybrid"])),
     "inkling2_loop": _INTO_64,
+    "inkling_mm_model": dict(vision_config=dict(text_hidden_size=64, n_layers=6)),  # fewer layers need scipy
+    "instructblipvideo": dict(video_token_index=IMAGE),
     "janus": dict(vision_config=dict(projection_dim=64)),
     "llama4": dict(
         vision_config=dict(intermediate_size=256, vision_output_dim=64, projector_input_dim=64, projector_output_dim=64)
@@ -161,6 +170,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     ),
     "paddleocr_vl": _THREE_AXES,
     "paligemma": dict(projection_dim=64, vision_config=dict(projection_dim=64)),
+    "pp_formulanet": dict(vision_config=dict(decoder_hidden_size=64)),
     "qwen2_5_omni_thinker": dict(_THREE_AXES, vision_start_token_id=IMAGE + 3),
     "qwen2_5_vl": _THREE_AXES,
     "qwen2_vl": _THREE_AXES,
@@ -220,6 +230,11 @@ def _grid_of_squares(model: Any, count: int) -> dict[str, Tensor]:
     vision = _vision(model)
     patches = _pixels(len(given["pixel_values"]), _channels(vision), PATCH, PATCH)
     return dict(given, pixel_values=patches)
+
+
+def _cubes(model: Any, count: int) -> dict[str, Tensor]:
+    """Give the patches of all images over two moments, with the channels last."""
+    return dict(pixel_values=_pixels(count * (SIDE // PATCH) ** 2, 2, PATCH, PATCH, 3))
 
 
 def _grid_of_merged(model: Any, count: int) -> dict[str, Tensor]:
@@ -285,6 +300,11 @@ def _asked(model: Any, count: int) -> dict[str, Tensor]:
     return dict(_plain(model, count), qformer_input_ids=torch.full((count, 3), 7))
 
 
+def _filmed(model: Any, count: int) -> dict[str, Tensor]:
+    """Give a film of two frames, and the question of `_asked`."""
+    return dict(_asked(model, count), pixel_values=_pixels(count, 2, 3, SIDE, SIDE))
+
+
 def _twice(model: Any, count: int) -> dict[str, Tensor]:
     return dict(_plain(model, count), high_res_pixel_values=_pixels(count, 3, SIDE, SIDE))
 
@@ -304,7 +324,7 @@ def _counted(model: Any, count: int) -> dict[str, Tensor]:
 
 FORMS: tuple[Form, ...] = (
     _merged, _grid, _grid_of_squares, _grid_of_merged, _grid_of_two, _pooled, _placed, _shaped, _tiled, _masked,
-    _counted, _cut, _sized, _aimed, _asked, _twice, _plain, _apart, _flat,
+    _counted, _cut, _sized, _aimed, _filmed, _asked, _twice, _plain, _apart, _flat, _cubes,
 )  # fmt: skip
 """The forms with most inputs come first, because a model may accept a smaller form and misread it."""
 
@@ -340,7 +360,8 @@ def _tried(model: Any, form: Form, count: int) -> Iterator[tuple[dict[str, Tenso
     if not set(given) <= set(inspect.signature(model.forward).parameters):
         return
     parts = (model, getattr(model, "model", None))
-    encoders = [part.get_image_features for part in parts if hasattr(part, "get_image_features")]
+    names = ("get_image_features", "get_video_features")
+    encoders = [getattr(part, name) for name in names for part in parts if hasattr(part, name)]
     if not encoders:
         yield from ((given, tokens) for tokens in _configured(model.config))
         return

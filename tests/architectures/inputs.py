@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ HEARD: dict[str, tuple[int, ...]] = {
     "cohere_asr": (64, 80),
     "moonshine": (8000,),
     "moonshine_streaming": (8000,),
+    "pop2piano": (9, 64),
     "pp_formulanet": (3, 32, 32),
     "seamless_m4t": (32, 160),
     "seamless_m4t_v2": (32, 160),
@@ -28,6 +30,12 @@ HEARD: dict[str, tuple[int, ...]] = {
 }
 """Shape of the sound, the image or its features for one row, by model type."""
 
+BESIDE_TEXT: dict[str, dict[str, tuple[int, ...]]] = {
+    "kyutai_speech_to_text": dict(input_values=(1, 24 * 1920)),
+    "voxtral_realtime": dict(input_features=(128, 24 * 8)),
+}
+"""Shapes of the sound for one row that a decoder needs beside each token of its text, by model type."""
+
 
 def of(model: Any, prompt: int, padding: int) -> dict[str, Tensor]:
     """Return arguments of `generate` for two rows; the first prompt has `padding` tokens of left padding.
@@ -38,7 +46,9 @@ def of(model: Any, prompt: int, padding: int) -> dict[str, Tensor]:
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     if not model.config.is_encoder_decoder:
-        return dict(input_ids=ids, attention_mask=mask)
+        shapes = BESIDE_TEXT.get(model.config.model_type, {})
+        sound = {name: _random(2, *shape) for name, shape in shapes.items()}
+        return dict(input_ids=ids, attention_mask=mask, **sound)
     ids[1, 0] = _start(model)
     channels = getattr(getattr(model.config, "decoder_config", None), "num_channels", 0)
     ids = ids[..., None].repeat(1, 1, channels) if channels else ids  # Dia's decoder reads several tokens at a time
@@ -74,9 +84,15 @@ def _start(model: Any) -> int:
 
 def _read(model: Any) -> dict[str, Tensor]:
     """Return the inputs of the encoder."""
-    made = torch.Generator().manual_seed(1)
-    if model.main_input_name != "input_ids":
-        return {model.main_input_name: torch.randn(2, *HEARD[model.config.model_type], generator=made)}
+    required = next(iter(inspect.signature(model.generate).parameters))
+    name = required if required == "input_features" else model.main_input_name
+    if name != "input_ids":
+        return {name: _random(2, *HEARD[model.config.model_type])}
     mask = torch.ones(2, READ, dtype=torch.int64)
     mask[1, -2:] = 0
-    return dict(input_ids=torch.randint(3, zoo.VOCABULARY, (2, READ), generator=made), attention_mask=mask)
+    ids = torch.randint(3, zoo.VOCABULARY, (2, READ), generator=torch.Generator().manual_seed(1))
+    return dict(input_ids=ids, attention_mask=mask)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))

@@ -6,6 +6,7 @@ Configurations are shrunk by the names of their fields, regardless of how a mode
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,7 +118,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "ernie": _DECODER,
     "gemma3n_text": dict(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=_ALTERNATING * 2),
     "gemma4_text": dict(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=_ALTERNATING * 2),
-    "gemma4_assistant": dict(hidden_size_per_layer_input=0),
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _LATENT,
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=8),
@@ -193,19 +193,48 @@ SPECIAL_READERS: dict[str, dict[str, Any]] = {
     "encoder-decoder": _TWO_BERTS,
     "fsmt": dict(langs=["en", "de"], src_vocab_size=VOCABULARY, tgt_vocab_size=VOCABULARY, forced_eos_token_id=None),
     "fun_asr_nano": dict(adaptor_config=dict(intermediate_size=16)),
+    "kyutai_speech_to_text": dict(
+        audio_bos_token_id=16,
+        audio_pad_token_id=VOCABULARY + 2 * 17,
+        num_codebooks=2,
+        codebook_vocab_size=17,
+        codec_config=dict(
+            codebook_size=16,
+            codebook_dim=16,
+            num_quantizers=2,
+            num_filters=8,
+            vector_quantization_hidden_dimension=16,
+            upsample_groups=64,
+        ),
+    ),
     "marian": _STARTS,
+    "nemo_speechlm": dict(
+        audio_config=dict(diarization_config=dict(head_config=dict(audio_hidden_size=64))),
+        word_timestamp_config=dict(blank_token_id=0),
+    ),
     "moonshine_streaming": dict(num_key_value_heads=4),
-    "pop2piano": _STARTS,
+    "pop2piano": dict(_STARTS, composer_vocab_size=1),
     "speech-encoder-decoder": _TWO_BERTS,
     "switch_transformers": dict(num_decoder_layers=LAYERS),
     "t5": _STARTS,
-    "vibevoice": dict(audio_config=_FEW_FILTERS, semantic_model_config=_FEW_FILTERS),
+    "vibevoice": dict(
+        audio_config=_FEW_FILTERS,
+        semantic_model_config=_FEW_FILTERS,
+        eos_token_id=2,
+        audio_bos_token_id=103,
+        audio_eos_token_id=104,
+        audio_token_id=102,
+    ),
     "vibevoice_asr": dict(
         acoustic_tokenizer_encoder_config=_FEW_FILTERS, semantic_tokenizer_encoder_config=_FEW_FILTERS
     ),
     "whisper": dict(_STARTS, max_source_positions=16),
 }
 """Fields of models that read text or speech first, in addition to those above."""
+
+
+GENERATION: dict[str, dict[str, Any]] = {"pop2piano": dict(composer_to_feature_token={"composer1": 0})}
+"""Fields of the generation configuration that a model needs, by model type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +256,10 @@ TAKEN_APART = frozenset({"whisper"})
 """Models that return their caches split by row, so that `inspect` cannot read them."""
 
 
+NEEDS = {"gemma3n": "timm", "fast_vlm": "timm", "vibevoice": "diffusers"}
+"""Packages of constraints-architectures.txt that a model needs, by model type."""
+
+
 def _reading() -> dict[str, str]:
     """Return the classes that read text or speech; a type with one class for each has two entries."""
     text, speech = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
@@ -246,6 +279,12 @@ TABLES = {
 def names(table: str = "causal") -> list[str]:
     """Return the model types of all architectures of a table."""
     return sorted(TABLES[table].classes)
+
+
+def attends_to_another(name: str, table: str = "causal") -> bool:
+    """Tell whether a model has no cache of its own, but is given the keys and values of the model that it assists."""
+    known = inspect.signature(_model_class(name, table).forward).parameters
+    return "shared_kv_states" in known and not {"cache", "past_key_values"} & set(known)
 
 
 def config(name: str, table: str = "causal") -> PreTrainedConfig:
@@ -276,6 +315,7 @@ def build(name: str, table: str = "causal") -> torch.nn.Module:
     torch.manual_seed(0)
     model = _model_class(name, table)(config(name, table)).float().eval()
     _stir(model)
+    vars(model.generation_config).update(GENERATION.get(name, {}))
     return model
 
 
