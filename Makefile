@@ -69,13 +69,11 @@ whole: $(INSTALLED)
 	$(PYTEST) --dist worksteal -m "slow or not slow"
 
 # Examines every causal architecture of transformers, and every one that reads text or speech first or sees images, and
-# writes docs/architectures.md; an hour on two cores.  The packages that some need go into out/: a torchvision for another
-# torch would break this environment.
+# writes docs/architectures.md; an hour on two cores.
 architectures: $(INSTALLED)
-	$(BIN)/python -m pip install --no-deps --upgrade --target out/architectures -r constraints-architectures.txt
-	PYTHONPATH=out/architectures $(BIN)/python -m tests.architectures --jobs 2 --write
-	PYTHONPATH=out/architectures $(BIN)/python -m tests.architectures --jobs 2 --write --table reading
-	PYTHONPATH=out/architectures $(BIN)/python -m tests.architectures --jobs 2 --write --table images
+	$(BIN)/python -m tests.architectures --jobs 2 --write
+	$(BIN)/python -m tests.architectures --jobs 2 --write --table reading
+	$(BIN)/python -m tests.architectures --jobs 2 --write --table images
 
 # Examines what people do to models and writes docs/reach.md; a few minutes.  The packages that it needs go into the
 # same environment, without what they depend on: that is there.

@@ -6,6 +6,7 @@ Configurations are shrunk by the names of their fields, regardless of how a mode
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -257,7 +258,12 @@ TAKEN_APART = frozenset({"whisper"})
 
 
 NEEDS = {"gemma3n": "timm", "fast_vlm": "timm", "vibevoice": "diffusers"}
-"""Packages of constraints-architectures.txt that a model needs, by model type."""
+"""Packages that a model needs in addition to kvpass's own, by model type."""
+
+
+def can_be_built(name: str) -> bool:
+    """Return whether the package that a model needs, if any, is installed."""
+    return importlib.util.find_spec(NEEDS.get(name, "torch")) is not None
 
 
 def _reading() -> dict[str, str]:

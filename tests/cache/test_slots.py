@@ -195,7 +195,9 @@ def test_a_state_with_the_name_of_another_tensor_is_refused(taken: str) -> None:
         def state(self) -> dict[str, torch.dtype]:
             return {taken: torch.float32}
 
-    with pytest.raises(PolicyError, match=f"its state cannot have an entry '{taken}', a tensor of the slots: rename it"):
+    with pytest.raises(
+        PolicyError, match=f"its state cannot have an entry '{taken}', a tensor of the slots: rename it"
+    ):
         empty_state(layout(Named(), kv_dtype="int8"))
 
 
