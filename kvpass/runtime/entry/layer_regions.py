@@ -17,7 +17,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,17 +32,33 @@ MIN_LAYERS = 2
 """The fewest equal layers that are worth a region."""
 
 
+class LayerList(NamedTuple):
+    """A module list as it was when its layers became regions, and the module that has it under a name."""
+
+    owner: torch.nn.Module
+    name: str
+    layers: torch.nn.ModuleList
+    members: tuple[torch.nn.Module, ...]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the owner still has the list, with the same layers in the same order."""
+        return getattr(self.owner, self.name, None) is self.layers and tuple(self.layers) == self.members
+
+
 class LayerRegions:
     """The regions of one model.
 
     Attributes:
         indices: the attributes that hold the index of a layer, as paths from the layer; none if no layer is a region.
         name: the class of the model, which the log names.
-        usable: false after Dynamo failed to trace a layer of the model as a region.
+        usable: false after Dynamo failed to trace a layer of the model as a region, or after a list has changed.
+        lists: the lists of layers that are regions.
     """
 
     def __init__(self, indices: frozenset[str] = frozenset(), name: str = "") -> None:
         self.indices, self.name, self.usable = indices, name, bool(indices)
+        self.lists: list[LayerList] = []
 
     def run(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call the compiled model with its layers as regions, or again without if that is refused.
@@ -50,6 +66,8 @@ class LayerRegions:
         Dynamo may be unable to trace a layer as a region, or kvpass to read the graph.  Both errors occur before any
         code of the call has run, as only the first graph of a call has regions.  Other errors are raised.
         """
+        if not all(each.is_unchanged for each in self.lists):
+            self._remove()
         if not self.usable or regions.are_errors_suppressed():
             return call(*arguments, **named)
         tracing = regions.Tracing(self.indices)
@@ -69,6 +87,15 @@ class LayerRegions:
         )
         return result
 
+    def _remove(self) -> None:
+        """Let layers run their own forward again: `RegionForward` takes a layer and its cache by an index in a list."""
+        for each in self.lists:
+            for module in (*each.members, *each.owner.modules()):
+                if isinstance(module.__dict__.get("forward"), RegionForward):
+                    del module.__dict__["forward"]
+        self.lists, self.usable = [], False
+        log.info("%s: its layers are traced separately from now on, as its list of layers was changed", self.name)
+
 
 def _report(text: str, *values: object) -> None:
     """Log why layers are traced separately, or warn if a newer torch or transformers may be the reason."""
@@ -84,6 +111,7 @@ class RegionForward:
     Dynamo traces this code for every layer, so it has few instructions.
 
     Attributes:
+        layer: the layer.
         layers, index: the module list of the layer and its index.  Dynamo's guards name the layer by this path.
         regions: the regions of the last compiled model that contains the layer; the call does not read them.
         kinds: the exact classes of the model's cache and of a layer's cache whose keys and values a region takes.
@@ -95,7 +123,7 @@ class RegionForward:
     cache: tuple[str, int]
 
     def __init__(self, layers: torch.nn.ModuleList, index: int, shared: LayerRegions, kinds: tuple[Any, Any]) -> None:
-        self.layers, self.index, self.regions, self.kinds = layers, index, shared, kinds
+        self.layer, self.layers, self.index, self.regions, self.kinds = layers[index], layers, index, shared, kinds
         self.replacements = (one_layer_cache(kinds[0]), kinds[1])
         parameter = model_access.cache_parameter(layers[index])
         assert parameter is not None
@@ -108,10 +136,11 @@ class RegionForward:
         vars(self).update(state, replacements=(one_layer_cache(state["kinds"][0]), state["kinds"][1]))
 
     def __call__(self, *args: Any, **named: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return type(self.layer).forward(self.layer, *args, **named)
         layer = self.layers[self.index]
-        is_traced = torch.compiler.is_dynamo_compiling() and regions.begins_call()
         # Dynamo guards on the one mark that it reads, so marks of other calls' graphs cause no recompilation.
-        is_region = is_traced and getattr(regions.MARKS, regions.mark())
+        is_region = regions.begins_call() and getattr(regions.MARKS, regions.mark())
         own = self._own_cache(args, named) if is_region else None
         if own is None:
             return type(layer).forward(layer, *args, **named)
@@ -262,8 +291,13 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
         report = _report if caches is not None and regions.are_supported() else log.info
         report("layers are traced separately, which takes longer: this torch or transformers cannot support regions")
         return LayerRegions()
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    equal_layers = [(layers, group) for layers in lists for group in _equal_layers(layers)]
+    lists = [
+        LayerList(owner, name, module, tuple(module))
+        for owner in model.modules()
+        for name, module in owner.named_children()
+        if isinstance(module, torch.nn.ModuleList)
+    ]
+    equal_layers = [(each.layers, group) for each in lists for group in _equal_layers(each.layers)]
     indices = frozenset().union(*(_index_attributes(layers, group) for layers, group in equal_layers))
     if len(earlier) == 1 and not indices:
         return earlier[0]
@@ -274,6 +308,9 @@ def install_regions(model: torch.nn.Module) -> LayerRegions:
     for layers, group in equal_layers:
         for index in group if _index_attributes(layers, group) else ():
             layers[index].__dict__["forward"] = RegionForward(layers, index, shared, kinds)
+    shared.lists = [
+        each for each in lists if any(isinstance(x.__dict__.get("forward"), RegionForward) for x in each.members)
+    ]
     return shared
 
 

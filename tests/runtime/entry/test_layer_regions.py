@@ -367,6 +367,68 @@ def test_copies_have_layers_of_their_own() -> None:
         assert all(a is not b for a, b in zip(layer_calls(model), layer_calls(other), strict=True))
 
 
+class Doubled(torch.nn.Module):
+    """A layer around a layer, with the index of a cache of the layer inside."""
+
+    def __init__(self, inside: torch.nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
+        return self.inside(2 * hidden_states, *args, **named)
+
+
+def _exchange(model: Any) -> None:
+    layers = model.model.layers
+    layers[0], layers[2] = layers[2], layers[0]
+
+
+def _wrap(model: Any) -> None:
+    model.model.layers[1] = Doubled(model.model.layers[1])
+
+
+def _prune(model: Any) -> None:
+    model.model.layers = torch.nn.ModuleList([model.model.layers[index] for index in (0, 2)])
+    _number(model)
+
+
+def _delete(model: Any) -> None:
+    del model.model.layers[1]
+    _number(model)
+
+
+def _append_a_copy(model: Any) -> None:
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    _number(model)
+
+
+def _number(model: Any) -> None:
+    """Give each layer its index in the list, as a user does who changes the list."""
+    model.config.num_hidden_layers = len(model.model.layers)
+    model.config.layer_types = ["full_attention"] * len(model.model.layers)
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = index
+
+
+@pytest.mark.parametrize("called_before", [True, False])
+@pytest.mark.parametrize("change", [_exchange, _wrap, _prune, _delete, _append_a_copy])
+def test_a_list_of_layers_may_be_changed_later(change: Callable[[Any], None], called_before: bool) -> None:
+    """Check that each layer keeps its weights and its own cache; the model runs uncompiled for comparison."""
+    plain, ids, parts = models.build("Llama", layers=3), ids_of(2, 14), (9, 1, 1, 3)
+    model = kvpass.compile(copy.deepcopy(plain), "full", budget=64, inner="eager")
+    if called_before:
+        talk(model, ids, parts)
+    change(model), change(plain)
+    assert not torch.allclose(talk(plain, ids, parts), talk(models.build("Llama", layers=3), ids, parts))
+    torch.testing.assert_close(talk(model, ids, parts), talk(plain, ids, parts))
+    with torch.no_grad():  # uncompiled
+        inner, expected = (
+            each.model(inputs_embeds=torch.ones(1, 4, plain.config.hidden_size), use_cache=False)
+            for each in (model, plain)
+        )
+    torch.testing.assert_close(inner.last_hidden_state, expected.last_hidden_state)
+
+
 def test_uncompiled_layers_run_as_they_are() -> None:
     model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
     with torch.no_grad():
