@@ -106,7 +106,7 @@ def test_another_turn_takes_all_ids() -> None:
     model, (ids, _) = kvpass.compile(build("Llama", layers=1), "h2o", budget=64, inner="eager"), prompt(2, 9, ())
     how: dict[str, Any] = dict(max_new_tokens=2, eos_token_id=None, pad_token_id=0)
     cache = model.generate(ids, return_dict_in_generate=True, **how).past_key_values
-    with pytest.raises(kvpass.CacheHandleError, match="with all ids, those of cached tokens included"):
+    with pytest.raises(kvpass.CacheHandleError, match="pass `generate` all ids, those of cached tokens included"):
         model.generate(ids[:, :4], past_key_values=cache, **how)
 
 

@@ -63,8 +63,9 @@ def test_records_reach_as_far_back_as_is_to_be_cropped_or_to_the_last_chunk(
     prompt: bool, calls: list[int], most: int
 ) -> None:
     records = kept(prompt, calls, most)
-    last_chunk = max((index for index, count in enumerate(calls) if count > 1), default=0)
-    possible = calls[last_chunk:] or ([9] if prompt else [])
+    counts = [9, *calls] if prompt else calls
+    last_chunk = max((index for index, count in enumerate(counts) if count > 1), default=0)
+    possible = counts[last_chunk:]
     assert [each.token_count for each in records] == possible[len(possible) - len(records) :]
     total = sum(each.token_count for each in records)
     assert total >= min(most, sum(possible))
@@ -75,7 +76,7 @@ def test_records_reach_as_far_back_as_is_to_be_cropped_or_to_the_last_chunk(
 def test_what_is_recorded_can_be_cropped_and_no_more(prompt: bool, calls: list[int], most: int) -> None:
     """Check that one token of a prompt stays."""
     records = kept(prompt, calls, most)
-    possible = min(most, sum(each.token_count for each in records) - (prompt and not calls))
+    possible = min(most, sum(each.token_count - (each.snapshot is None) for each in records))
     for count in range(possible + 1):
         check_croppable(records, count, most)
     with pytest.raises(CacheHandleError, match=f"{possible + 1} tokens of a cache were to be cropped, and {possible} "):

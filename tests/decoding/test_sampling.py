@@ -247,10 +247,10 @@ def test_no_seed_draws_a_token_of_next_to_no_probability(seed: int) -> None:
 
 def test_rows_tell_the_host_what_they_need() -> None:
     rows = RowSampling.of(2, CPU)
-    assert (rows.draws, rows.limits) == (False, False)
+    assert (rows.draws, rows.has_limits) == (False, False)
     rows.set_row(1, Sampling(0.5))
-    assert (rows.draws, rows.limits) == (True, False)
+    assert (rows.draws, rows.has_limits) == (True, False)
     rows.set_row(1, Sampling(0.5, top_p=0.3))
-    assert (rows.draws, rows.limits) == (True, True)
+    assert (rows.draws, rows.has_limits) == (True, True)
     rows.set_row(1, Sampling())
-    assert (rows.draws, rows.limits) == (False, False)
+    assert (rows.draws, rows.has_limits) == (False, False)

@@ -102,7 +102,7 @@ def test_scores_that_are_computed_anew_for_every_value_are_seen(stored: bool, mo
 
     given = torch.randn(3, 50), torch.randn(3, 50, 64)
     made = keeping("window", budget=8)
-    made.steps.append((make_fx(weighted)(*given), given, False, None))
+    made.steps.append((make_fx(weighted)(*given), given, [], False, None))
     (found,) = counts(made, "none", monkeypatch)
     assert found.graph == 3 * 50 * (4 + 2 * 64)
     assert found.loops == (found.graph if stored else 3 * 50 * (4 + 2) * 64)
