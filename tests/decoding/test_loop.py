@@ -395,7 +395,8 @@ def test_a_thread_that_forgets_the_conversation_waits_for_the_prompt_of_another(
     goes_on.set()
     for thread in threads:
         thread.join()
-    assert loop.cache is None
+    assert isinstance(loop.work, Conversations)
+    assert loop.work.state is None
     assert (0 if loop.cache is None else kvpass.inspect(loop).seen) == (0 if how == "reset" else 9)
 
 
