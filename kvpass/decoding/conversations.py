@@ -91,10 +91,7 @@ class Conversations:
     @property
     def cache(self) -> Any:
         """The model's cache object; see `DecodeLoop.cache`."""
-        if self.state is None:
-            return self.prefix
-        self.state.refresh_cache_object()
-        return self.state.cache
+        return self.prefix if self.state is None else self.state.current_cache()
 
 
 class LoopState(DecodeState):

@@ -145,9 +145,7 @@ class RequestScheduler:
     @property
     def cache(self) -> Any:
         """The cache object of all rows; None before the first request."""
-        if self.batch is not None:
-            self.batch.refresh_cache_object()
-        return self.batch and self.batch.cache
+        return None if self.batch is None else self.batch.current_cache()
 
     @property
     def pending(self) -> int:

@@ -284,6 +284,11 @@ class DecodeState(abc.ABC):
             self.ids.copy_(drawn[:, None])
         self.cursor.add_(1)
 
+    def current_cache(self) -> Any:
+        """Return the model's own cache object, at the present count of tokens."""
+        self.refresh_cache_object()
+        return self.cache
+
     def refresh_cache_object(self) -> None:
         """Update the model's own cache object to the present count of tokens."""
         if self.step is not None:
