@@ -154,7 +154,7 @@ class RotarySubgraph:
         )
 
     def broadcast_dims(self) -> list[list[int]] | None:
-        """Return the dimensions of each result of `angles` of which one row and query need one entry.
+        """Return the dimensions along which each result of `angles` is constant over rows and keys.
 
         The result is None if the subgraph is for one key already, or if random keys are not rotated independently.
         """
