@@ -15,6 +15,7 @@ import kvpass
 from kvpass import GenerationOutput, RequestStatus
 from kvpass.decoding import request_batch, scheduler, stepping
 from kvpass.decoding.scheduler import RequestScheduler
+from tests.decoding.outputs import last_outputs
 from tests.models import build, discard_compiled_code, model_with_unequal_layers, prompt
 from tests.strategies import MODEL_SPECIFIC
 from tests.test_invariants import settings
@@ -41,15 +42,7 @@ def alone(model: Any, ids: list[int], most: int, **given: Any) -> list[int]:
 
 def ended(loop: kvpass.DecodeLoop, seen: Sequence[GenerationOutput] = ()) -> dict[str, GenerationOutput]:
     """Return the last output of each request, and check that all partial outputs, with `seen`, add up to it."""
-    done: dict[str, GenerationOutput] = {}
-    parts = {output.request_id: list(output.new_tokens) for output in seen}
-    for output in loop:
-        assert output.request_id not in done
-        parts.setdefault(output.request_id, []).extend(output.new_tokens)
-        assert parts[output.request_id] == output.generated_tokens
-        if output.is_finished():
-            done[output.request_id] = output
-    return done
+    return last_outputs(loop, {output.request_id: list(output.new_tokens) for output in seen})
 
 
 def each_is_as_alone(name: str, lengths: tuple[int, ...] = LENGTHS, **more: Any) -> None:

@@ -20,6 +20,7 @@ from kvpass.decoding.requests import MAX_STOPS, GenerationOutput, RequestStatus
 from kvpass.decoding.sampling import GREEDY
 from kvpass.decoding.scheduler import ATTEMPTS, RequestScheduler
 from kvpass.errors import BudgetError, CacheHandleError, RequestError
+from tests.decoding.outputs import last_outputs
 
 VOCABULARY, ROWS, INTERVAL = 50, 2, 3
 
@@ -133,22 +134,18 @@ def add(made: RequestScheduler, prompt: Any, most: int = 5, stop: Sequence[int] 
     return made.add(prompt, more.pop("name", None), most, stop, GREEDY, **more)
 
 
+def stepped(made: RequestScheduler, seen: Sequence[GenerationOutput]) -> Iterator[GenerationOutput]:
+    """Yield earlier outputs, then the outputs of up to 500 steps, until no request is pending."""
+    yield from seen
+    steps = itertools.count()
+    while made.pending and next(steps) < 500:
+        yield from made.step()
+        assert len(made.rows) <= made.count
+
+
 def run_out(made: RequestScheduler, seen: Sequence[GenerationOutput] = ()) -> dict[str, GenerationOutput]:
     """Step until no request is pending, and check that outputs add up; return the last ones."""
-    last: dict[str, GenerationOutput] = {}
-    parts: dict[str, list[int]] = {}
-    outputs = list(seen)
-    for _ in range(500):
-        for output in outputs:
-            assert output.request_id not in last
-            parts.setdefault(output.request_id, []).extend(output.new_tokens)
-            assert parts[output.request_id] == output.generated_tokens
-            if output.is_finished():
-                last[output.request_id] = output
-        if not made.pending:
-            break
-        outputs = made.step()
-        assert len(made.rows) <= made.count
+    last = last_outputs(stepped(made, seen), {})
     assert made.pending == 0
     assert not made.queue
     return last
