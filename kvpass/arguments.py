@@ -110,7 +110,7 @@ def check_arguments(function: F) -> F:
             return function(*given.args, **given.kwargs)
         except PolicyError as error:
             if forwards and error.is_unknown_argument:
-                error.args = (f"{error}; arguments of {name}: {', '.join(known)}",)
+                error.reword(f"{error}; arguments of {name}: {', '.join(known)}")
             raise
 
     return cast(F, call)

@@ -11,6 +11,10 @@ OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 class KVPassError(Exception):
     """Base of every error that kvpass raises on purpose."""
 
+    def reword(self, message: str) -> None:
+        """Replace the message, and keep everything else."""
+        self.args = (message,)
+
 
 class PolicyError(KVPassError, ValueError):
     """An unknown policy, or an invalid option of a policy or argument of a function.
@@ -40,6 +44,10 @@ class UnsupportedGraph(KVPassError):
     def __init__(self, reason: str, *, line: str | None = None, message: str | None = None) -> None:
         super().__init__(reason)
         self.reason, self.line, self._message = reason, line, message
+
+    def reword(self, message: str) -> None:
+        super().reword(message)
+        self._message = message
 
     def __str__(self) -> str:
         return self._message or (f"{self.line}: {self.reason}" if self.line else self.reason)

@@ -73,3 +73,19 @@ def test_an_error_that_dynamo_wraps_keeps_its_line_and_reason() -> None:
     found = unless_refused(lambda: compiled(torch.ones(2)))
     assert found is refusal
     check_facts(refusal, "no rewrite")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        kvpass.PolicyError("old"),
+        kvpass.UnsupportedGraph("old", line="model.py:3: x"),
+        kvpass.UnsupportedGraph("old", message="whole"),
+    ],
+    ids=str,
+)
+def test_a_reworded_error_shows_its_new_message_alone(error: kvpass.KVPassError) -> None:
+    facts = {name: getattr(error, name) for name in ("reason", "line") if hasattr(error, name)}
+    error.reword(f"file: {error}")
+    assert str(error).startswith("file: ") and str(error).count("old") + str(error).count("whole") == 1
+    assert all(getattr(error, name) == fact for name, fact in facts.items())

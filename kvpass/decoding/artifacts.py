@@ -172,7 +172,7 @@ def load(path: FilePath, model: torch.nn.Module, *, digest: str | None = None, *
         _check_model(manifest["model"], model)
         return LoadedLoop(model, manifest, folder, options)
     except KVPassError as error:
-        error.args = (f"{os.fspath(path)}: {error}",)
+        error.reword(f"{os.fspath(path)}: {error}")
         raise
     except Exception as error:  # whatever a manifest makes of the code that reads it
         raise ArtifactError(
@@ -199,6 +199,10 @@ class LoadedLoop(DecodeLoop):
         policy = policy_of(settings.pop("policy"))
         sizes = {name: manifest["loop"][name] for name in ("rows", "prefill_chunk")}
         super().__init__(model, policy, **sizes, **settings, **options)
+
+    def _make_backend(self, policy: str | Policy, settings: dict[str, Any]) -> Backend:
+        """Return a backend with the artifact's settings, also where torch.compile is disabled: nothing is compiled."""
+        return Backend(policies.resolve(policy, {}), inner="inductor", mode=None, options=(), strict=True, **settings)
 
     def _compile_model(self) -> Callable[..., Any]:
         return ExportedCall(self.model, self.backend, self._manifest, self._folder)

@@ -124,7 +124,7 @@ class DecodeLoop:
         """
         self.model, self.read_interval, self.pad, self.prefill_chunk = model, read_interval, pad, prefill_chunk
         self.sampling = Sampling(temperature, top_k, top_p, seed)
-        self.backend = backend(policy, **settings)
+        self.backend = self._make_backend(policy, settings)
         _check_settings(self.backend)
         if prefill_chunk is not None:
             prefill.refuse_share(self.backend.budget)
@@ -140,6 +140,9 @@ class DecodeLoop:
         self.work = self._begin()
         if rows is not None and rows > 1 and not self.takes_positions:
             warnings.warn(ONE_BY_ONE.format(self.model_call.name), KVPassWarning, stacklevel=3)
+
+    def _make_backend(self, policy: str | Policy, settings: dict[str, Any]) -> Backend:
+        return backend(policy, **settings)
 
     def _begin(self) -> Conversations | RequestScheduler:
         """Return the conversations or the requests of the loop, before the first prompt or request."""

@@ -106,11 +106,12 @@ assert "torch._inductor.compile_fx" not in sys.modules
 def test_another_process_decodes_with_equal_tokens_and_no_compiler(
     model: Any, exported: tuple[Path, str], tmp_path: Path
 ) -> None:
-    """Check too that the artifact may be removed once it is loaded."""
+    """Check too that the artifact may be removed once it is loaded, and that torch.compile may be disabled."""
     (path, digest), copy = exported, tmp_path / "copy"
     out, cache = tmp_path / "out.pt", tmp_path / "cache"
     shutil.copytree(path, copy)
     without = {**os.environ, "PATH": "", "CXX": "none", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    without["TORCH_COMPILE_DISABLE"] = "1"
     arguments = [str(copy), digest, str(out), str(torch.get_num_threads())]
     subprocess.run([sys.executable, "-c", DECODE, *arguments], check=True, cwd=ROOT, env=without)
     assert_equal(torch.load(out), talk(compiled(model, **H2O, stop=STOP)))
