@@ -39,7 +39,7 @@ from benchmarks import books
 from kvpass import model_access
 from kvpass.apps import corpus, models
 from kvpass.policies import aligners
-from kvpass.policies.aligners.signature import signature_of
+from kvpass.policies.aligners.scope import signature_of
 from kvpass.policies.base import Policy
 from kvpass.policies.kv_align import KVAlign
 from kvpass.policies.streaming import Streaming

@@ -38,7 +38,7 @@ from kvpass.rewrite.context import AttentionResults, Pass, PassRecord, StepConte
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, replace_outputs, splice_point
-from kvpass.rewrite.pipeline import StepRewrite, StepSignature, new_columns, rewrite_step
+from kvpass.rewrite.pipeline import HostValues, StepRewrite, StepSignature, new_columns, rewrite_step
 from kvpass.rewrite.rotary_subgraph import RotarySubgraph
 from kvpass.rewrite.step_graph import StepRewriteInput
 from kvpass.runtime.entry.in_place import compile_in_place
@@ -378,13 +378,13 @@ class ReferenceSignature(StepSignature):
     padding: list[list[int]] = dataclasses.field(default_factory=list)
 
     def flat_arguments(
-        self, slots: list[Any], arguments: tuple[Any, ...], host_inputs: list[Any], seen: int
+        self, slots: list[Any], arguments: tuple[Any, ...], host_values: HostValues, seen: int
     ) -> list[Any]:
         for own, indices in zip(slots, self.padding, strict=True):
             columns = [new_columns(arguments[index], seen, self.query_len) for index in indices]
             layout = own.layer.layout
             own.layer.evict_before_step(~padding_from_columns(columns, layout.batch, self.query_len, layout.device))
-        return super().flat_arguments(slots, arguments, host_inputs, seen)
+        return super().flat_arguments(slots, arguments, host_values, seen)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,6 +86,7 @@ def test_an_error_that_dynamo_wraps_keeps_its_line_and_reason() -> None:
 )
 def test_a_reworded_error_shows_its_new_message_alone(error: kvpass.KVPassError) -> None:
     facts = {name: getattr(error, name) for name in ("reason", "line") if hasattr(error, name)}
-    error.reword(f"file: {error}")
-    assert str(error).startswith("file: ") and str(error).count("old") + str(error).count("whole") == 1
+    before = str(error)
+    error.reword(f"file: {before}")
+    assert str(error) == "file: " + before
     assert all(getattr(error, name) == fact for name, fact in facts.items())

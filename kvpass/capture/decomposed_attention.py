@@ -97,7 +97,7 @@ def find_attention_calls(dynamo_gm: fx.GraphModule) -> tuple[list[AttentionCall]
 
 def _sdpa_call(node: fx.Node) -> AttentionCall:
     args = op_table.named_arguments(node)
-    if unknown := args.keys() - {*op_table.signature(operator_name(node)), "enable_gqa"}:
+    if unknown := args.keys() - {*op_table.argument_names(operator_name(node)), "enable_gqa"}:
         raise Unreadable(f"kvpass does not know its argument {min(unknown)}")
     scale, mask = args.get("scale"), args.get("attn_mask")
     scale = 1 / math.sqrt(example_value(args["query"]).shape[-1]) if scale is None else float(scale)

@@ -223,14 +223,14 @@ def _is_int(argument: object, number: int) -> bool:
     return type(argument) is int and argument == number
 
 
-def signature(name: str) -> tuple[str, ...]:
+def argument_names(name: str) -> tuple[str, ...]:
     """Return the names of an operator's positional arguments, if the table has them."""
     return _SIGNATURES.get(name, ())
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of a node by name: for a library's operator with defaults, else if the table names them."""
-    names, defaults = signature(operator_name(node)), dict[str, Any]()
+    names, defaults = argument_names(operator_name(node)), dict[str, Any]()
     if fx_nodes.is_operator(node):
         names, defaults = fx_nodes.schema(node)
     arguments = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)  # keywords follow

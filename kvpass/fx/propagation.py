@@ -19,13 +19,13 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx.op_table import (
+    argument_names,
     equation,
     has_tag,
     is_pointwise,
     leaves,
     named_arguments,
     operator_name,
-    signature,
     subscript,
     tagged,
 )
@@ -135,7 +135,7 @@ def counted_dim(made: Any, count: int) -> int | None:
 
 def _dims(node: fx.Node, ndim: int) -> set[int] | None:
     """Return the dimensions that an operation works along, or None if they are unknown or all."""
-    if len(node.args) > len(signature(operator_name(node))):  # as in x.count_nonzero(0, 1)
+    if len(node.args) > len(argument_names(operator_name(node))):  # as in x.count_nonzero(0, 1)
         return None
     dim = named_arguments(node).get("dim", 1 if operator_name(node) == "normalize" else None)
     dims: list[Any] = list(dim) if isinstance(dim, (tuple, list)) else [dim]

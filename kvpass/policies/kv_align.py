@@ -62,7 +62,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        trained = self.loaded.signature.every
+        trained = self.loaded.scope.every
         require(
             self.loaded.recipe != "paper" or self.every == trained,
             "every",
@@ -72,7 +72,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
 
     @property
     def sinks(self) -> int:
-        return self.loaded.signature.sinks
+        return self.loaded.scope.sinks
 
     # Budgets.
 
@@ -80,11 +80,11 @@ class KVAlign(PolicyWithWeights[Aligner]):
         return self.sinks + self.every
 
     def fitting_budget(self, budget: Count) -> Count:
-        return clamp_max(super().fitting_budget(budget), self.loaded.signature.window)
+        return clamp_max(super().fitting_budget(budget), self.loaded.scope.window)
 
     def check_budget(self, budget: int) -> None:
         super().check_budget(budget)
-        window = self.loaded.signature.window
+        window = self.loaded.scope.window
         if budget > window:
             raise BudgetError(
                 f"budget={budget} is a window that this aligner was not trained for: it knows positions up to "
@@ -92,7 +92,7 @@ class KVAlign(PolicyWithWeights[Aligner]):
             )
 
     def last_position(self) -> int:
-        return self.loaded.signature.window
+        return self.loaded.scope.window
 
     # The host's count of cached tokens, for `every` above one.
 

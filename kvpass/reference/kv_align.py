@@ -17,7 +17,7 @@ Rows = tuple[Tensor, Tensor]
 class KVAlignReference(Reference):
     def __init__(self, policy: KVAlign) -> None:
         self.aligner, self.every = policy.loaded, policy.every
-        self.sinks, self.window = self.aligner.signature.sinks, self.aligner.signature.window
+        self.sinks, self.window = self.aligner.scope.sinks, self.aligner.scope.window
         self.stores = self.every > 1 or self.aligner.recipe == "paper"
 
     def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:

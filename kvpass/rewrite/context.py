@@ -85,13 +85,13 @@ class AttentionResults:
         replaced: the node that replaces the model's attention, by the name of its node.
         masks: for each attention call, by its name, the slots that it sees and the bias on them, if any, of each class
             of heads.
-        admitted_outputs: for each layer, stored key, value, valid and statistics of a chunk.
+        admitted_nodes: for each layer, stored key, value, valid and statistics of a chunk.
         dropped_outputs: see `DynamoOutputs.dropped`.
     """
 
     replaced: dict[str, fx.Node]
     masks: dict[str, list[tuple[fx.Node, fx.Node | None]]]
-    admitted_outputs: list[list[fx.Node]]
+    admitted_nodes: list[list[fx.Node]]
     dropped_outputs: dict[int, tuple[int, int]]
 
 
@@ -134,7 +134,7 @@ class StepContext(StepGraph):
         write_indices: by `copy_write_indices`, for each layer a copy of the index of the slot that it writes to; empty
             if none is needed.
         host_checks: by `drop_growing_outputs`, the calls that check tensors which grow; they have left the graph.
-        valid_output: by `move_counters_to_caller`, bool [B, 1], which tokens are real; None if the graph counts tokens.
+        valid_node: by `move_counters_to_caller`, bool [B, 1], which tokens are real; None if the graph counts tokens.
     """
 
     policy_weights: PolicyWeights
@@ -142,7 +142,7 @@ class StepContext(StepGraph):
     rotations: RotaryResults
     write_indices: list[fx.Node]
     attention: AttentionResults
-    valid_output: fx.Node | None
+    valid_node: fx.Node | None
     host_checks: list[fx.Node]
     outputs: Outputs
 

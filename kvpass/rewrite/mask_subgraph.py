@@ -56,7 +56,7 @@ class MaskSubgraph:
             tokens up to it [1, 1], then one tensor for each of `padding`, `entries` and `key_features`.
         padding: inputs that only mark padding; cached tokens are real.
         entries: the other tensors from which it reads an entry for each token.
-        host_inputs: nodes that read all tokens together, such as the amount of padding in a row; `subgraph` binds them.
+        host_values: nodes that read all tokens together, such as the amount of padding in a row; `subgraph` binds them.
         key_features: tensors that it reads from the key's stored vectors, see `kvpass.rewrite.computed_keys`.
         query_len: q.
         shifted: whether the model counts keys from the first that it stores; the first node is the index of that key.
@@ -66,7 +66,7 @@ class MaskSubgraph:
     subgraph: Subgraph
     padding: tuple[PerTokenInput, ...]
     entries: tuple[PerTokenInput, ...]
-    host_inputs: tuple[fx.Node, ...]
+    host_values: tuple[fx.Node, ...]
     key_features: tuple[fx.Node, ...]
     query_len: Any
     shifted: bool
@@ -155,7 +155,7 @@ def cut_mask(step_gm: fx.GraphModule, mask: fx.Node, sizes: SizeResolver, contex
     cutter = _KeyCutter(step_gm, sizes, context, subgraph, key_features, sparse_indices)
     mask_subgraph = cutter.cut(mask)
     padding = tuple(cutter.entry_of(node, example_value(node).ndim - 1) for node in cutter.padding)
-    parts = (tuple(cutter.entries), tuple(cutter.host_inputs), tuple(key_features))
+    parts = (tuple(cutter.entries), tuple(cutter.host_values), tuple(key_features))
     return MaskSubgraph(mask_subgraph, padding, *parts, query_len=sizes.query_len, shifted=context.window is not None)
 
 
@@ -221,7 +221,7 @@ class _KeyCutter:
         axes |= {each.node: example_value(each.node).ndim - 1 for each in sparse_indices}
         self.axes = KeyAxis(step_gm.graph, subgraph, sizes, context, axes)
         self.on_features = set(key_features) | alias.dependents(subgraph, [*key_features, *context.stored])
-        self.bound, self.host_inputs = list[fx.Node](), list[fx.Node]()
+        self.bound, self.host_values = list[fx.Node](), list[fx.Node]()
 
     def _index_in(self, dtype: torch.dtype, index: fx.Node) -> fx.Node:
         """Return the key index in the dtype in which the model counts keys, which may round it."""
@@ -319,7 +319,7 @@ class _KeyCutter:
             return self._entry(node, axis)
         if self.sizes.growing_dims(example_value(node)) or self.context.window is not None:
             walk.refuse(node, problem)
-        self.host_inputs.append(node)
+        self.host_values.append(node)
         return self._bind(node)
 
     def _copy_per_key(self, node: fx.Node, by_own_index: bool) -> fx.Node:

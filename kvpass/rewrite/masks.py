@@ -44,7 +44,7 @@ class Masks:
             mask_context = self._mask_context(site, window, padding)
             self._cut[key] = cut_mask(context.step_gm, site.mask, context.sizes, mask_context)
         cut = self._cut[key]
-        bound = [context.inputs.host_input(node) if node in cut.host_inputs else node for node in cut.subgraph.bound]
+        bound = [context.inputs.host_input(node) if node in cut.host_values else node for node in cut.subgraph.bound]
         first = [] if window is None else [self._first_stored(window)]
         entries = [context.inputs.entry(layer, entry) for entry in cut.entries]
         return dataclasses.replace(cut, nodes=[*first, context.length, *entries, *bound])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -31,6 +31,20 @@ def new_columns(column: Tensor, length: int, query_len: int) -> Tensor:
     return column.narrow(-1, min(length, column.shape[-1] - query_len), query_len)
 
 
+class HostValues(NamedTuple):
+    """What the host graph of a step computes from all tokens; nothing without a host graph.
+
+    Attributes:
+        outputs: Dynamo's outputs `DynamoOutputs.grown`.
+        inputs: inputs of the step's code.
+        sources: the tensors that entries are gathered from.
+    """
+
+    outputs: Sequence[Any] = ()
+    inputs: Sequence[Any] = ()
+    sources: Sequence[Any] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class StepSignature:
     """The arguments of a step's code, and the use of its results by the caller.
@@ -48,10 +62,8 @@ class StepSignature:
             caller.
         policy_weights: the policy's own tensors, on the device of the slots.
         entries: inputs with an entry for each slot's token.
-        host_graph: runs uncompiled on Dynamo's arguments and computes the values that need all tokens: the outputs
-            `DynamoOutputs.grown`, then the host inputs, then the tensors that entries are gathered from, then a None
-            for each check.
-        host_input_count: the number of inputs that `host_graph` computes.
+        host_graph: runs uncompiled on Dynamo's arguments, computes the `HostValues` in their order, and checks.
+        host_input_count: the number of `HostValues.inputs`.
         dynamo_outputs: how Dynamo's outputs are made; an artifact's caller needs none.
     """
 
@@ -80,36 +92,39 @@ class StepSignature:
             torch._foreach_add_([layer.seen for layer in slots], [new] * len(slots))
             torch._foreach_add_([layer.length for layer in slots], 1)
 
-    def run_host_graph(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """Return the results of `host_graph`."""
-        return list(fx_nodes.code_of(self.host_graph)(*arguments)) if self.host_graph else []
+    def run_host_graph(self, arguments: tuple[Any, ...]) -> HostValues:
+        """Run `host_graph`, if there is one, on Dynamo's arguments."""
+        if self.host_graph is None:
+            return HostValues()
+        values = fx_nodes.code_of(self.host_graph)(*arguments)
+        inputs = len(self.dynamo_outputs.grown)
+        sources = inputs + self.host_input_count
+        return HostValues(values[:inputs], values[inputs:sources], values[sources:])
 
     def flat_arguments(
-        self, slots: list[AnySlots], arguments: tuple[Any, ...], host_inputs: list[Any], length: int
+        self, slots: list[AnySlots], arguments: tuple[Any, ...], host_values: HostValues, length: int
     ) -> list[Any]:
-        """Return the code's arguments, from slots, Dynamo's arguments and the results of `run_host_graph`.
+        """Return the code's arguments, from slots, Dynamo's arguments and the values of `run_host_graph`.
 
         `length` is the number of tokens before this call.
         """
-        return [*self.fixed_arguments(slots), *self.call_arguments(arguments, host_inputs, slots, length)]
+        return [*self.fixed_arguments(slots), *self.call_arguments(arguments, host_values, slots, length)]
 
     def fixed_arguments(self, slots: list[AnySlots]) -> list[Any]:
         """Return the arguments that all steps share: the slots' tensors and the policy's weights."""
         return [*(tensor for layer in slots for tensor in layer.tensors()), *self.policy_weights]
 
     def call_arguments(
-        self, arguments: tuple[Any, ...], host_inputs: list[Any], slots: list[AnySlots], length: int
+        self, arguments: tuple[Any, ...], host_values: HostValues, slots: list[AnySlots], length: int
     ) -> list[Any]:
         """Return the arguments that change with the call, see `flat_arguments`."""
         dense, flat = torch.contiguous_format, list[Any]()
         for index in self.columns:
             flat.append(new_columns(arguments[index], length, self.query_len).clone(memory_format=dense))
-        further = host_inputs[len(self.dynamo_outputs.grown) :]
-        gathered = further[self.host_input_count :]
         for entry in self.entries:
-            tensor = arguments[entry.tensor_index] if entry.is_argument else gathered[entry.tensor_index]
-            flat.append(entry.gather(tensor, slots[entry.layer], self.query_len))
-        flat += further[: self.host_input_count]
+            source = (arguments if entry.is_argument else host_values.sources)[entry.tensor_index]
+            flat.append(entry.gather(source, slots[entry.layer], self.query_len))
+        flat += host_values.inputs
         first = len(flat)
         flat += [arguments[index] for index in self.inputs]
         for offset, index in enumerate(self.inputs) if self.dynamic_stride_inputs else ():

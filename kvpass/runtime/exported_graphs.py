@@ -15,7 +15,7 @@ from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import SiteFacts
 from kvpass.errors import ArtifactError, UnsupportedGraph
 from kvpass.fx import shapes
-from kvpass.rewrite.pipeline import StepSignature
+from kvpass.rewrite.pipeline import HostValues, StepSignature
 from kvpass.rewrite.prompt import LayerOutputs
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.cache_changes import grow_for
@@ -142,8 +142,10 @@ class ExportedStep(StepExecutor):
             )
         entry, run = variant
         signature = StepSignature(**entry, query_len=self.query_len(inputs.arguments))
-        flat = signature.flat_arguments([cache.slots for cache in inputs.caches], inputs.arguments, [], length)
-        return PreparedStep(signature, [], flat, run)
+        flat = signature.flat_arguments(
+            [cache.slots for cache in inputs.caches], inputs.arguments, HostValues(), length
+        )
+        return PreparedStep(signature, HostValues(), flat, run)
 
 
 _VARIANT_FIELDS = ("inputs", "dynamic_stride_inputs", "columns", "admitted_outputs", "valid_output")

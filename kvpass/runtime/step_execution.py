@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvpass.cache.layer_cache import LayerCache
 from kvpass.capture.canonical import SiteFacts
 from kvpass.policies.pinned_tokens import Pins
-from kvpass.rewrite.pipeline import StepSignature
+from kvpass.rewrite.pipeline import HostValues, StepSignature
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.call_context import call_pins
 from kvpass.runtime.call_records import store_undo_records, undo_records_before
@@ -52,7 +52,7 @@ class PreparedStep(NamedTuple):
     """A step that is ready to run."""
 
     signature: StepSignature
-    host_inputs: list[Any]  # the results of `StepSignature.run_host_graph`
+    host_values: HostValues
     flat: list[Any]  # the arguments of the compiled code
     run: inductor.Compiled
     variant: CompiledVariant | None = None  # None for code of an artifact
@@ -95,8 +95,8 @@ class StepExecutor(abc.ABC):
         ]
         advance_counts(caches, query_len, clocks)
         store_undo_records(caches, undo_records, admitted)
-        signature, host_inputs, _, _, variant = prepared
-        return StepResult(self, inputs, results, host_inputs, key, signature, before, variant)
+        signature, host_values, _, _, variant = prepared
+        return StepResult(self, inputs, results, host_values, key, signature, before, variant)
 
     def _caches_with_pins(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
         """Return the caches in which the running call pins tokens, each with its pins."""
@@ -138,7 +138,7 @@ class StepResult:
     runner: StepExecutor
     inputs: StepInputs
     results: Sequence[Any]  # of the rewritten graph
-    host_inputs: list[Any]
+    host_values: HostValues
     key: StepKey
     signature: StepSignature
     length_before: int  # tokens
@@ -166,7 +166,7 @@ class BoundStep:
 
     def __call__(self, arguments: tuple[Any, ...], clocks: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         """Run the step and return the results of the graph; `clocks` are each layer's after this token."""
-        call_arguments = self.signature.call_arguments(arguments, [], self.slots, self.caches[0].length)
+        call_arguments = self.signature.call_arguments(arguments, HostValues(), self.slots, self.caches[0].length)
         for cache in self.caches:
             cache.interrupted = True  # an error before `advance_counts` leaves slots that contradict the counts
         results = self.run(*self.fixed_arguments, *call_arguments)

@@ -139,11 +139,11 @@ class StepRunner(StepExecutor):
         key = ShapeKey.of(caches, self.sizes.numbers(arguments))
         variant = self._find_variant(inputs, key)
         signature = variant.signature(key)
-        host_inputs = signature.run_host_graph(arguments)
-        flat = signature.flat_arguments([cache.slots for cache in caches], arguments, host_inputs, caches[0].length)
+        host_values = signature.run_host_graph(arguments)
+        flat = signature.flat_arguments([cache.slots for cache in caches], arguments, host_values, caches[0].length)
         run = variant.code_for(self.backend, flat, caches[0].layout.stores_unrotated_keys, signature.query_len > 1)
         if variant.serves(key):
-            return PreparedStep(signature, host_inputs, flat, run, variant)
+            return PreparedStep(signature, host_values, flat, run, variant)
         # Compiling has added guards that this call does not meet.
         return self._prepare_step(inputs)
 
@@ -241,7 +241,7 @@ class StepRunner(StepExecutor):
         """Return the outputs of Dynamo's graph from the results of the rewritten one."""
         caches, outputs_spec, query_len = result.caches, result.signature.dynamo_outputs, result.signature.query_len
         outputs = [None if index is None else result.results[index] for index in outputs_spec.indices]
-        for index, value in zip(outputs_spec.grown, result.host_inputs, strict=False):  # others are inputs of the graph
+        for index, value in zip(outputs_spec.grown, result.host_values.outputs, strict=True):
             outputs[index] = value
         for index, beyond in outputs_spec.lengths.items():
             outputs[index] = result.length_before + beyond

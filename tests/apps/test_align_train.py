@@ -14,7 +14,7 @@ from kvpass.apps import cli
 from kvpass.apps.align.data import lengths, pair, run_windows, windows
 from kvpass.apps.align.train import TrainingSettings, draw, learning_rate, network_of, train
 from kvpass.errors import AlignerError
-from kvpass.policies.aligners.signature import signature_of
+from kvpass.policies.aligners.scope import scope_of
 from tests.changed_files import full_disk
 from tests.models import build
 
@@ -59,7 +59,7 @@ def test_windows_of_all_lengths_are_drawn():
 def test_training_beats_doing_nothing(recipe):
     trained = train(build("GPT2"), text(), dataclasses.replace(SMALL, recipe=recipe, steps=120))
     assert trained.errors.ratio < 0.95
-    assert trained.aligner.signature == signature_of(build("GPT2"), 24)
+    assert trained.aligner.scope == scope_of(build("GPT2"), 24)
 
 
 def test_parts_of_rows_hold_every_row_once():
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_another_model_or_text_is_refused(tmp_path, make_model, 
     train(build("GPT2"), text(), settings, checkpoint)
     with pytest.raises(AlignerError, match=r"run.pt is of another run, with another model or text; remove it to"):
         train(make_model(), stream, settings, checkpoint)
-    assert train(build("GPT2"), text(), settings, checkpoint).aligner.signature == signature_of(build("GPT2"), 24)
+    assert train(build("GPT2"), text(), settings, checkpoint).aligner.scope == scope_of(build("GPT2"), 24)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_model_without_a_cache_is_refused():
             return type("Output", (), {"past_key_values": None})()
 
     with pytest.raises(AlignerError, match="Bare returns no cache"):
-        signature_of(Bare(), 24)
+        scope_of(Bare(), 24)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_text_that_would_be_overwritten_by_what_is_read_from_it_is_kept(comman
     ],
 )
 def test_the_hidden_layers_are_the_papers_or_those_that_are_given(given, keys, values):
-    network = network_of(signature_of(build("GPT2"), 24), TrainingSettings(window=24, recipe="paper", **given))
+    network = network_of(scope_of(build("GPT2"), 24), TrainingSettings(window=24, recipe="paper", **given))
     for part, sizes in ((network.key, keys), (network.value, values)):
         assert (part.fc1.out_features, part.fc2.out_features) == sizes
 
@@ -273,6 +273,6 @@ def test_the_command_trains_and_writes(tmp_path, capsys):
     assert cli.main([*arguments, "--out", str(out), "--steps", "3", "--tokens", "64"]) == 0
     written = json.loads(out.with_suffix(".json").read_text())
     assert (written["settings"]["rate"], written["settings"]["hidden"]) == (1e-3, [16, 8])
-    assert written["signature"]["layers"] == 6
+    assert written["scope"]["layers"] == 6
     assert written["held_out"]["key_ratio"] > 0
     assert not out.with_suffix(".checkpoint.pt").exists()

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import kvpass
 from kvpass.errors import AlignerError
 from kvpass.policies.aligners import Aligner, load, save
-from kvpass.policies.aligners.signature import signature_of
+from kvpass.policies.aligners.scope import scope_of
 from kvpass.policies.calibration import Calibration
 from kvpass.policies.head_gates import HeadGates
 from kvpass.policies.kv_align import KVAlign
@@ -37,19 +37,19 @@ def test_an_aligner_survives_being_stored(recipe, tmp_path):
 def test_an_aligner_of_another_model_is_refused(tmp_path):
     model = build("GPT2")
     own = random_aligner("direct", 2, 4, 16)
-    right = dataclasses.replace(own, signature=dataclasses.replace(own.signature, architecture="gpt2"))
+    right = dataclasses.replace(own, scope=dataclasses.replace(own.scope, architecture="gpt2"))
     save(right, tmp_path / "a.safetensors")
     assert load(tmp_path / "a.safetensors", model) == right
     for changed in ({"architecture": "opt"}, {"layers": 3}, {"heads": 2}, {"key_dim": 8}):
-        other = dataclasses.replace(right, signature=dataclasses.replace(right.signature, **changed))
+        other = dataclasses.replace(right, scope=dataclasses.replace(right.scope, **changed))
         save(other, tmp_path / "b.safetensors")
         with pytest.raises(AlignerError, match=next(iter(changed))):
             load(tmp_path / "b.safetensors", model)
 
 
-def test_the_signature_of_a_model():
-    assert signature_of(build("GPT2"), 30).architecture == "gpt2"
-    grouped = signature_of(build("Llama"), 30)
+def test_the_target_of_a_model():
+    assert scope_of(build("GPT2"), 30).architecture == "gpt2"
+    grouped = scope_of(build("Llama"), 30)
     assert (grouped.layers, grouped.heads, grouped.key_dim) == (2, 2, 16)
 
 
@@ -64,7 +64,7 @@ def test_files_that_hold_no_aligner_are_named(tmp_path):
         load(tmp_path / "other.safetensors")
     for about in (
         "{}",
-        json.dumps({"recipe": "new", "signature": dataclasses.asdict(random_aligner("paper").signature)}),
+        json.dumps({"recipe": "new", "signature": dataclasses.asdict(random_aligner("paper").scope)}),
     ):
         save_file({"x": torch.zeros(1)}, tmp_path / "odd.safetensors", metadata={"kvpass.policies.aligners": about})
         with pytest.raises(AlignerError, match=r"odd\.safetensors"):
@@ -78,9 +78,9 @@ def test_bundled_aligners_are_for_the_model_that_they_lie_beside(path):
     aligner = load(path)
     config = transformers.AutoConfig.from_pretrained(path.parent.with_name(path.parent.name.removesuffix("-align")))
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    signature = aligner.signature
-    assert (signature.architecture, signature.layers) == (config.model_type, config.num_hidden_layers)
-    assert (signature.heads, signature.window) == (heads, 255)
+    scope = aligner.scope
+    assert (scope.architecture, scope.layers) == (config.model_type, config.num_hidden_layers)
+    assert (scope.heads, scope.window) == (heads, 255)
 
 
 def test_errors_are_the_projects_own():

@@ -9,7 +9,7 @@ import transformers
 import kvpass
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import AlignerError, BudgetError, PolicyError, UnsupportedGraph
-from kvpass.policies.aligners import Signature, identity_aligner
+from kvpass.policies.aligners import AlignerScope, identity_aligner
 from kvpass.policies.budgets import window_starts
 from kvpass.policies.kv_align import KVAlign
 from tests.aligners import random_aligner
@@ -237,5 +237,5 @@ def test_an_uncompiled_prompt_is_refused():
 
 
 def test_nothing_is_an_aligner_for_any_window():
-    signature = Signature("any", 1, 2, 8, 8, 12)
-    assert KVAlign(identity_aligner(signature)).aligns == "never"
+    scope = AlignerScope("any", 1, 2, 8, 8, 12)
+    assert KVAlign(identity_aligner(scope)).aligns == "never"

@@ -142,7 +142,7 @@ def test_a_slot_has_the_column_of_its_token(name: str, orders: list[list[int]], 
 def test_what_reads_all_tokens_is_left_to_the_host(name: str) -> None:
     found, _ = cut(name)
     precomputed = [entry.node for entry in found.entries if entry.node.op != "placeholder"]
-    assert [*found.host_inputs, *precomputed]
+    assert [*found.host_values, *precomputed]
 
 
 @pytest.mark.parametrize("name", REFUSED)

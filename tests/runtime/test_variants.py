@@ -258,7 +258,7 @@ class AddingRewrite:
     def fixed_arguments(self, slots: list[Any]) -> list[Any]:
         return [len(slots)]
 
-    def call_arguments(self, arguments: Any, host_inputs: list[Any], slots: list[Any], seen: int) -> list[Any]:
+    def call_arguments(self, arguments: Any, host_values: Any, slots: list[Any], seen: int) -> list[Any]:
         return [seen, *arguments]
 
     def count_tokens(self, slots: list[Any], results: Any) -> None:

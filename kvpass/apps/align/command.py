@@ -60,7 +60,7 @@ def figures(trained: TrainedAligner, settings: TrainingSettings, tokens: int) ->
     """Return the settings and figures of a run, for the json file."""
     errors = trained.errors
     return {
-        "signature": dataclasses.asdict(trained.aligner.signature),
+        "signature": dataclasses.asdict(trained.aligner.scope),
         "settings": dataclasses.asdict(settings),
         "text_tokens": tokens,
         "parameters": sum(tensor.numel() for tensor in trained.aligner.tensors.values()),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass.errors import AlignerError
 from kvpass.model_access import device_of
-from kvpass.policies.aligners.signature import cached_vectors
+from kvpass.policies.aligners.scope import cached_vectors
 
 
 @dataclasses.dataclass(frozen=True)

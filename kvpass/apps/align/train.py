@@ -27,7 +27,7 @@ from kvpass.errors import AlignerError
 from kvpass.model_access import device_of
 from kvpass.policies.aligners.aligner import Aligner, Recipe
 from kvpass.policies.aligners.networks import DirectNetwork, Hidden, PaperNetwork
-from kvpass.policies.aligners.signature import Signature, signature_of
+from kvpass.policies.aligners.scope import AlignerScope, scope_of
 from kvpass.policies.weights import weights_digest
 from kvpass.runtime import model_identity
 
@@ -125,28 +125,28 @@ def train(model: Any, stream: Tensor, settings: TrainingSettings, checkpoint: Pa
     """Train an aligner.
 
     Args:
-        model: see `kvpass.policies.aligners.signature.signature_of`; its weights stay unchanged.
+        model: see `kvpass.policies.aligners.scope.scope_of`; its weights stay unchanged.
         stream: int64 [T], the text; its last twentieth is held out to measure errors on.
         checkpoint: file from which a later run continues.
 
     Raises:
         AlignerError: a model without a cache of keys and values, too little text, or a checkpoint of another run.
     """
-    signature = signature_of(model, settings.window, settings.sinks, settings.every)
+    scope = scope_of(model, settings.window, settings.sinks, settings.every)
     split = int(len(stream) * (1 - HELD_OUT))
     with _without_gradients(model):
-        trainer = _Trainer(model, signature, settings, stream[:split], checkpoint)
+        trainer = _Trainer(model, scope, settings, stream[:split], checkpoint)
         seconds = trainer.run()
-    aligner = Aligner(settings.recipe, signature, trainer.network.to_tensors())
+    aligner = Aligner(settings.recipe, scope, trainer.network.to_tensors())
     return TrainedAligner(aligner, measure(aligner, model, stream[split:], settings), seconds)
 
 
-def network_of(signature: Signature, settings: TrainingSettings) -> DirectNetwork | PaperNetwork:
+def network_of(scope: AlignerScope, settings: TrainingSettings) -> DirectNetwork | PaperNetwork:
     """Return the untrained network of a recipe."""
     if settings.recipe == "direct":
-        return DirectNetwork(signature, settings.hidden or (96, 96), settings.embedding)
+        return DirectNetwork(scope, settings.hidden or (96, 96), settings.embedding)
     keys, values = settings.hidden, settings.hidden_values or settings.hidden
-    return PaperNetwork(signature, keys or KEYS_OF_THE_PAPER, values or VALUES_OF_THE_PAPER)
+    return PaperNetwork(scope, keys or KEYS_OF_THE_PAPER, values or VALUES_OF_THE_PAPER)
 
 
 @contextlib.contextmanager
@@ -164,18 +164,18 @@ def _without_gradients(model: torch.nn.Module) -> Iterator[None]:
 
 class _Trainer:
     def __init__(
-        self, model: Any, signature: Signature, settings: TrainingSettings, stream: Tensor, checkpoint: Path | None
+        self, model: Any, scope: AlignerScope, settings: TrainingSettings, stream: Tensor, checkpoint: Path | None
     ) -> None:
         self.model, self.settings, self.stream, self.checkpoint = model, settings, stream, checkpoint
         torch.manual_seed(settings.seed)
-        network = network_of(signature, settings)
+        network = network_of(scope, settings)
         self.network: Any = network.to(device_of(model))
         if isinstance(network, DirectNetwork):
             self._fit_scales(network)
         self.optimizer = torch.optim.AdamW(self.network.parameters(), settings.rate, weight_decay=settings.decay)
         self.steps_done, self.seconds_spent = 0, 0.0
         weights = sorted(model_identity.digests(model.parameters()))
-        self.data_digest = weights_digest(repr((signature, weights)), {"stream": stream})
+        self.data_digest = weights_digest(repr((scope, weights)), {"stream": stream})
         self.scale = self._errors_of_nothing()
         self._resume()
 

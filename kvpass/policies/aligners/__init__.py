@@ -7,6 +7,6 @@ Importing this package does not import safetensors, which `load` and `save` need
 """
 
 from kvpass.policies.aligners.aligner import Aligner, identity_aligner, load, save
-from kvpass.policies.aligners.signature import Signature
+from kvpass.policies.aligners.scope import AlignerScope
 
-__all__ = ["Aligner", "Signature", "identity_aligner", "load", "save"]
+__all__ = ["Aligner", "AlignerScope", "identity_aligner", "load", "save"]

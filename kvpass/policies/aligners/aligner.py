@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import AlignerError
-from kvpass.policies.aligners.signature import Signature, signature_of
+from kvpass.policies.aligners.scope import AlignerScope, scope_of
 from kvpass.policies.weights import Weights, weights_digest
 from kvpass.tensor_files import write
 
@@ -26,18 +26,18 @@ RECIPES: tuple[Recipe, ...] = ("direct", "paper", "nothing")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Aligner(Weights):
-    """The weights of the key and value networks; equal to aligners of the same recipe, signature and weights.
+    """The weights of the key and value networks; equal to aligners of the same recipe, scope and weights.
 
     Attributes:
         recipe: "direct" repairs a row of the model in one move of any distance; "paper" moves a row, repaired or not,
-            by `signature.every` positions; "nothing" leaves vectors unchanged.
-        signature: the model and settings that it was trained for.
+            by `scope.every` positions; "nothing" leaves vectors unchanged.
+        scope: the model and settings that it was trained for.
         tensors: float32, by name; see `kvpass.policies.aligners.networks` for the shapes.
         digest: a hash of all these.
     """
 
     recipe: Recipe
-    signature: Signature
+    scope: AlignerScope
     tensors: Mapping[str, Tensor] = dataclasses.field(repr=False)
     digest: str = dataclasses.field(init=False)
     key = "kvpass.align"
@@ -56,20 +56,20 @@ class Aligner(Weights):
     def __post_init__(self) -> None:
         exact = {name: tensor.detach().to(torch.float32).contiguous() for name, tensor in self.tensors.items()}
         object.__setattr__(self, "tensors", exact)
-        object.__setattr__(self, "digest", weights_digest(f"{self.recipe} {self.signature}", exact))
+        object.__setattr__(self, "digest", weights_digest(f"{self.recipe} {self.scope}", exact))
 
     def model_facts(self) -> Mapping[str, object]:
-        return dataclasses.asdict(self.signature)
+        return dataclasses.asdict(self.scope)
 
     def to_stored(self) -> tuple[object, Mapping[str, Tensor]]:
         return {"recipe": self.recipe, "signature": self.model_facts()}, self.tensors
 
     @classmethod
     def from_stored(cls, metadata: Any, tensors: Mapping[str, Tensor]) -> Aligner:
-        signature, recipe = Signature(**metadata["signature"]), metadata["recipe"]
+        scope, recipe = AlignerScope(**metadata["signature"]), metadata["recipe"]
         if recipe not in RECIPES:
             raise ValueError(f"unknown recipe {recipe!r}; known are {', '.join(RECIPES)}")
-        return cls(recipe, signature, tensors)
+        return cls(recipe, scope, tensors)
 
     def layer_weights(self, layer: int) -> list[Tensor]:
         """Return the tensors that `repair` uses in a layer; tensors that all layers share are the same objects."""
@@ -96,7 +96,7 @@ class Aligner(Weights):
             rank: int64 [B, C], the position that each row must have.
             moves: bool [B, C], the vectors to repair.
         """
-        made, rank = (each.clamp(0, self.signature.window) for each in (made, rank))
+        made, rank = (each.clamp(0, self.scope.window) for each in (made, rank))
         if self.recipe == "direct":
             return _direct(weights, key, value, made, rank, moves)
         if self.recipe == "paper":
@@ -130,14 +130,14 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> 
     """
     aligner = Aligner.load(path)
     if model is not None:
-        trained = aligner.signature
-        aligner.check(**dataclasses.asdict(signature_of(model, trained.window, trained.sinks, trained.every)))
+        trained = aligner.scope
+        aligner.check(**dataclasses.asdict(scope_of(model, trained.window, trained.sinks, trained.every)))
     return aligner
 
 
-def identity_aligner(signature: Signature) -> Aligner:
+def identity_aligner(scope: AlignerScope) -> Aligner:
     """Return an aligner that repairs nothing: sinks and a window with renumbered positions."""
-    return Aligner("nothing", signature, {})
+    return Aligner("nothing", scope, {})
 
 
 def _direct_weights(tensors: Mapping[str, Tensor]) -> list[Tensor]:

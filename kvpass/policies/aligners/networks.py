@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvpass.policies.aligners.signature import Signature
+from kvpass.policies.aligners.scope import AlignerScope
 
 Hidden = tuple[int, int]
 
@@ -25,14 +25,14 @@ class DirectNetwork(nn.Module):
     training starts from the part that positions alone explain: the difference of their mean vectors.
     """
 
-    def __init__(self, signature: Signature, hidden: Hidden = (96, 96), embedding: int = 144) -> None:
+    def __init__(self, scope: AlignerScope, hidden: Hidden = (96, 96), embedding: int = 144) -> None:
         super().__init__()
-        layers, inner, outer = signature.layers, *hidden
-        key, value = signature.heads * signature.key_dim, signature.heads * signature.value_dim
+        layers, inner, outer = scope.layers, *hidden
+        key, value = scope.heads * scope.key_dim, scope.heads * scope.value_dim
         fan = key + value + 2 * embedding
         self.on_key, self.on_value = _uniform(layers, key, inner, fan=fan), _uniform(layers, value, inner, fan=fan)
         self.on_made, self.on_rank = (_uniform(layers, embedding, inner, fan=fan) for _ in range(2))
-        self.positions = nn.Parameter(torch.randn(signature.window + 1, embedding))
+        self.positions = nn.Parameter(torch.randn(scope.window + 1, embedding))
         self.shift = _zeros(layers, embedding, key + value)
         self.first_bias = _zeros(layers, inner)
         self.inner, self.inner_bias = _uniform(layers, inner, outer, fan=inner), _zeros(layers, outer)
@@ -99,10 +99,10 @@ class PaperNetwork(nn.Module):
     x <- x + fc3(relu(fc2(relu(fc1[x; E_position(rank); E_layer; E_head])))), with embeddings of 32, 4 and 8.
     """
 
-    def __init__(self, signature: Signature, keys: Hidden, values: Hidden) -> None:
+    def __init__(self, scope: AlignerScope, keys: Hidden, values: Hidden) -> None:
         super().__init__()
-        self.key = _NetworkRows(signature, signature.key_dim, keys)
-        self.value = _NetworkRows(signature, signature.value_dim, values)
+        self.key = _NetworkRows(scope, scope.key_dim, keys)
+        self.value = _NetworkRows(scope, scope.value_dim, values)
 
     def forward(self, key: Tensor, value: Tensor, made: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
         return self.key(key, rank), self.value(value, rank)
@@ -113,11 +113,11 @@ class PaperNetwork(nn.Module):
 
 
 class _NetworkRows(nn.Module):
-    def __init__(self, signature: Signature, dim: int, hidden: Hidden) -> None:
+    def __init__(self, scope: AlignerScope, dim: int, hidden: Hidden) -> None:
         super().__init__()
-        self.position_table = nn.Embedding(signature.window + 1, 32)
-        self.layer_table = nn.Embedding(signature.layers, 4)
-        self.head_table = nn.Embedding(signature.heads, 8)
+        self.position_table = nn.Embedding(scope.window + 1, 32)
+        self.layer_table = nn.Embedding(scope.layers, 4)
+        self.head_table = nn.Embedding(scope.heads, 8)
         self.fc1 = nn.Linear(dim + 32 + 4 + 8, hidden[0])
         self.fc2 = nn.Linear(*hidden)
         self.fc3 = nn.Linear(hidden[1], dim)

@@ -69,7 +69,7 @@ class _AttentionReplacement:
         stored_key = (
             context.rotations.raw_keys[layer] if context.stores_unrotated_keys and not site.computed else new[0]
         )
-        self.results.admitted_outputs.append(
+        self.results.admitted_nodes.append(
             [] if context.decodes else [stored_key, new[1], context.inputs.valid(layer), *sums]
         )
 
@@ -102,7 +102,7 @@ class _AttentionReplacement:
             layout, site, mask, rotary, pairs, computed, bool(context.padding_inputs.by_layer[layer])
         )
         symbols = {symbol: _OWN_CAPACITY for symbol, owner in context.size_nodes.layer_of.items() if owner == layer}
-        key = (*self._shared_layout(layer), parts.key, first, *(_signature(context, node, symbols) for node in nodes))
+        key = (*self._shared_layout(layer), parts.key, first, *(_value_key(context, node, symbols) for node in nodes))
         if key not in self._traced:
             counts = {name: len(group) for name, group in operands.items()}
             self._traced[key] = self._trace(layer, parts, nodes, counts, first)
@@ -173,7 +173,7 @@ _OWN_CAPACITY = sympy.Symbol("layers_capacity")
 """Stands for the dynamic capacity of any one layer, so that layers compare equal."""
 
 
-def _signature(context: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sympy.Symbol]) -> str:
+def _value_key(context: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sympy.Symbol]) -> str:
     """Return the properties of a node's value on which a layer's code depends, as text."""
     text = functools.partial(shapes.text, renamed=symbols)
     if walk.is_size(node):

@@ -34,12 +34,12 @@ def move_counters_to_caller(context: StepContext) -> PassRecord:
     counter after the kernel that overwrites it.
     """
     if not context.decodes_on_gpu:
-        context.valid_output = None
+        context.valid_node = None
         return PassRecord(left={"counters": "they are in the step's own kernels, or this is a chunk"})
     counters = [context.slot(layer, name) for layer in range(len(context.sites)) for name in ("seen", "length")]
     for counter in counters:
         for user in [user for user in counter.users if fx_nodes.mutates(user) and user.args[0] is counter]:
             assert not user.users
             context.graph.erase_node(user)
-    context.valid_output = context.inputs.valid(0)
+    context.valid_node = context.inputs.valid(0)
     return PassRecord([counter.name for counter in counters])

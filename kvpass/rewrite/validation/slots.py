@@ -33,8 +33,8 @@ class SyntheticSlots:
         conversation = self.conversation
         arguments = tuple(map(conversation.plain_argument, range(len(conversation.arguments_without_past))))
         slots = [self.for_layer(layer) for layer in range(len(self.case.given.layouts))]
-        host_inputs = conversation.signature.run_host_graph(arguments)
-        others = conversation.signature.call_arguments(arguments, host_inputs, slots, conversation.count)
+        host_values = conversation.signature.run_host_graph(arguments)
+        others = conversation.signature.call_arguments(arguments, host_values, slots, conversation.count)
         shared = [set() if self._rewrites_vectors(layer) else set(x.kv_names) for layer, x in enumerate(slots)]
         of_slots = [
             (tensor, name in unchanged)

@@ -213,8 +213,8 @@ def _compare(case: StepCase, conversation: Conversation, last_call: fx.Node | No
     if last_call is None:
         for index, beyond in dynamo_outputs.lengths.items():
             outputs[index] = conversation.count + beyond
-        precomputed = signature.run_host_graph(conversation.arguments_without_past)  # outputs, then inputs of the graph
-        for index, grown in zip(dynamo_outputs.grown, precomputed, strict=False):
+        host_values = signature.run_host_graph(conversation.arguments_without_past)
+        for index, grown in zip(dynamo_outputs.grown, host_values.outputs, strict=True):
             outputs[index] = grown
     lockstep.compare_outputs(outputs, expected, dynamo_outputs.dropped)
     return lockstep.may_see_no_key

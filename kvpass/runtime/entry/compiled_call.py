@@ -117,13 +117,14 @@ class CompiledCall:
             model_arguments.check_kind(value)
         cache = next((value for value in passed if model_cache.has_handles(value)), None)
         values = tuple(map(model_arguments.as_contiguous_tokens, passed))
-        values = model_arguments.with_dynamic_lengths(values, self._new_tokens(arguments, named), cache)
+        tokens = self._new_tokens(arguments, named)
+        values = model_arguments.with_dynamic_lengths(values, tokens, cache)
         arguments, named = values[: len(arguments)], dict(zip(named, values[len(arguments) :], strict=True))
         before = model_cache.ordinary_caches(values) if self.strict else []
         with (
             model_arguments.length_context(cache, values),
             model_arguments.counter_context(cache),
-            _running(self.backend, cache),
+            _running(self.backend, cache, tokens),
         ):
             result = self.regions.run(dynamo.between_compilations(self.call), arguments, named)
         model_arguments.write_back(passed, values)
@@ -291,11 +292,12 @@ def install_caller(model: torch.nn.Module, caller: CompiledCall | WatchedCall) -
 
 
 @contextlib.contextmanager
-def _running(backend: Any, cache: Any) -> Iterator[None]:
+def _running(backend: Any, cache: Any, tokens: Any) -> Iterator[None]:
     """Mark that a compiled model runs inside, and turn errors of Dynamo that kvpass can explain into its own.
 
     Args:
         cache: a cache of kvpass among the arguments, or None.
+        tokens: the argument with the token ids, or None.
 
     Dynamo's settings are restored here too, because torch runs no end callback for a compilation that it refuses to
     begin.
@@ -308,12 +310,21 @@ def _running(backend: Any, cache: Any) -> Iterator[None]:
         if dynamo.is_recompile_limit_error(error):
             raise UnsupportedGraph(MANY_GRAPHS) from error
         dynamo.compile_again(error)
-        reason = dynamo.reason_untraceable(error) if cache is not None else None
-        if reason is not None:
-            layout = model_cache.caches_in(cache)[0].layout
+        layout = None if cache is None else model_cache.caches_in(cache)[0].layout
+        if layout is not None and (reason := _reason_unfit(error, layout.batch, tokens)):
             raise CacheHandleError(WRONG_CACHE.format(layout.batch, layout.dtype, reason)) from error
         raise
     finally:
         _RUNNING.reset(token)
         if outermost:
             dynamo.restore_settings()
+
+
+def _reason_unfit(error: Exception, rows: int, tokens: Any) -> str | None:
+    """Return why a call does not fit a cache with this many rows; None for an error of another kind.
+
+    From torch 2.15 on Dynamo breaks the graph at an operation that fails, which then runs on the handles themselves.
+    """
+    if isinstance(error, CacheHandleError) and isinstance(tokens, torch.Tensor) and len(tokens) != rows:
+        return f"The call has {len(tokens)} row(s)."
+    return dynamo.reason_untraceable(error)

@@ -77,7 +77,7 @@ def test_counters_are_written_by_the_caller_alone() -> None:
     record = move_counters_to_caller(step)
     step.graph.lint()
     assert record.matched == [f"slots_{layer}_{name}" for layer in range(LAYERS) for name in ("seen", "length")]
-    assert step.valid_output.name == "valid"
+    assert step.valid_node.name == "valid"
     written = [walk.operand_of(node).name for node in step.graph.nodes if fx_nodes.mutates(node)]
     assert written == ["slots_0_position", "slots_1_position"]
 
@@ -87,5 +87,5 @@ def test_counters_stay_in_the_graph_elsewhere() -> None:
     before = str(step.graph)
     record = move_counters_to_caller(step)
     assert str(step.graph) == before
-    assert step.valid_output is None
+    assert step.valid_node is None
     assert list(record.left) == ["counters"]

@@ -22,7 +22,7 @@ from kvpass.cache import step as layer_step
 from kvpass.capture import canonical, capture
 from kvpass.fx import walk
 from kvpass.rewrite.mask_subgraph import MaskSubgraph
-from kvpass.rewrite.passes import attention, positions, signature
+from kvpass.rewrite.passes import attention, interface, positions
 from kvpass.runtime.recorder import Recorder
 from tests.adversary.models import DIM, Small, heads, keys, logits, plain, sdpa, seen
 from tests.adversary.oracle import Case, judge
@@ -117,8 +117,8 @@ def one_later(made: fx.Node) -> fx.Node:
 
 
 def length_counts_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = signature._length
-    monkeypatch.setattr(signature, "_length", lambda step: one_later(right(step)))
+    right = interface._length
+    monkeypatch.setattr(interface, "_length", lambda step: one_later(right(step)))
 
 
 def queries_stand_one_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Define the signature of an aligner, and read it from a model by running it once."""
+"""Define what an aligner is trained for, and read it from a model by running it once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvpass.model_access import architecture_of, cache_of_output, checked_keys_a
 
 
 @dataclasses.dataclass(frozen=True)
-class Signature:
-    """Describe the model and the settings that an aligner was trained for.
+class AlignerScope:
+    """The model and the settings that an aligner is trained for.
 
     Attributes:
         architecture: the model's architecture, as its configuration names it.
@@ -35,8 +35,8 @@ class Signature:
     every: int = 1
 
 
-def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Signature:
-    """Return the signature of an aligner for a model.
+def scope_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> AlignerScope:
+    """Return the scope of an aligner for a model and settings.
 
     Args:
         model: a causal language model with the interface of transformers: `model(input_ids=..., use_cache=True)`
@@ -52,7 +52,7 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
             f"{architecture_of(model)} caches keys and values of shapes {sorted(shapes)}: an aligner needs equal shapes"
         )
     heads, key_dim, value_dim = shapes.pop()
-    return Signature(architecture_of(model), len(vectors), heads, key_dim, value_dim, window, sinks, every)
+    return AlignerScope(architecture_of(model), len(vectors), heads, key_dim, value_dim, window, sinks, every)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import SizeResolver
 from kvpass.fx.walk import example_value, is_size, is_tensor, placeholders
-from kvpass.rewrite.passes.signature import drop_growing_outputs, order_inputs, precompute_on_host, resolve_sizes
+from kvpass.rewrite.passes.interface import drop_growing_outputs, order_inputs, precompute_on_host, resolve_sizes
 from kvpass.torch_private import symbolic_shapes
 
 LENGTH = 5
@@ -61,7 +61,7 @@ def step_of(function: Function, *others: Tensor) -> Any:
 
     return types.SimpleNamespace(
         graph=gm.graph, gm=gm, sizes=sizes, placeholders=nodes, size_nodes=numbers, device=torch.device("cpu"),
-        sites=[], attention=types.SimpleNamespace(dropped_outputs={}, admitted_outputs=[]), valid_output=None,
+        sites=[], attention=types.SimpleNamespace(dropped_outputs={}, admitted_nodes=[]), valid_node=None,
         argument_of=given, inputs=types.SimpleNamespace(host_input=host_input, nodes=host), host=host,
         refuse_growth=refuse_growth,
     )  # fmt: skip
@@ -93,8 +93,8 @@ def test_outputs_of_a_chunk_come_behind() -> None:
     step = step_of(decode, torch.ones(1, 1, 2))
     step.sites = [types.SimpleNamespace(keys_out=1, values_out=2)]
     own = walk.results(step.graph)[0]
-    step.attention = types.SimpleNamespace(dropped_outputs={4: (1, 0)}, admitted_outputs=[[own, own], [own]])
-    step.valid_output = own
+    step.attention = types.SimpleNamespace(dropped_outputs={4: (1, 0)}, admitted_nodes=[[own, own], [own]])
+    step.valid_node = own
     drop_growing_outputs(step)
     assert step.outputs.admitted_outputs == [[2, 3], [4]]
     assert step.outputs.valid_output == 5
@@ -171,7 +171,7 @@ def test_lengths_that_cancel_out_become_numbers(function: Function, shape: tuple
 
 def test_a_size_that_grows_is_refused_by_the_line_that_reads_it() -> None:
     step = step_of(lambda past, x: x + torch.ones(past.shape[1]).prod(), torch.ones(1, 2))
-    with pytest.raises(UnsupportedGraph, match=r"test_signature\.py.*torch\.ones.*it still grows"):
+    with pytest.raises(UnsupportedGraph, match=r"test_interface\.py.*torch\.ones.*it still grows"):
         resolve_sizes(step)
 
 

@@ -129,11 +129,11 @@ def _new_outputs(context: StepContext) -> tuple[Outputs, list[Any]]:
     kept = [output for index, output in enumerate(originals) if index not in removed]
     order = iter(range(len(kept)))
     indices = [None if index in removed else next(order) for index in range(len(originals))]
-    starts = [*itertools.accumulate(map(len, context.attention.admitted_outputs), initial=len(kept))]
+    starts = [*itertools.accumulate(map(len, context.attention.admitted_nodes), initial=len(kept))]
     chunks = [list(range(start, stop)) for start, stop in itertools.pairwise(starts)]
-    kept += [node for chunk in context.attention.admitted_outputs for node in chunk]
-    valid_output = None if context.valid_output is None else len(kept)
-    kept += [] if context.valid_output is None else [context.valid_output]
+    kept += [node for chunk in context.attention.admitted_nodes for node in chunk]
+    valid_output = None if context.valid_node is None else len(kept)
+    kept += [] if context.valid_node is None else [context.valid_node]
     outputs = DynamoOutputs(indices, lengths, grown, context.attention.dropped_outputs)
     return Outputs(outputs, chunks, valid_output), kept
 
