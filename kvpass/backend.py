@@ -26,7 +26,7 @@ from kvpass.lowering import attention_tiles
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies.base import Policy
 from kvpass.runtime.backend_base import BackendBase, Inner, Positions
-from kvpass.runtime.entry.in_place import compile_in_place
+from kvpass.runtime.calling.in_place import compile_in_place
 from kvpass.runtime.outside_keys import GrowthCheck
 from kvpass.runtime.prompts import PromptRunner
 from kvpass.runtime.recorder import AttentionReport, configure_logs, log_graph
@@ -336,7 +336,7 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """Compile a model in place, so that `model.generate` runs compiled too.
 
     Every inner module that `generate` or a wrapper may call instead of the model is also compiled; see
-    `kvpass.runtime.entry.in_place`.  Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same
+    `kvpass.runtime.calling.in_place`.  Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same
     way at their first call.
 
     >>> model = kvpass.compile(model, policy="h2o", budget=1024)

@@ -41,7 +41,7 @@ from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, replace_
 from kvpass.rewrite.pipeline import HostValues, StepRewrite, StepSignature, new_columns, rewrite_step
 from kvpass.rewrite.rotary_subgraph import RotarySubgraph
 from kvpass.rewrite.step_graph import StepRewriteInput
-from kvpass.runtime.entry.in_place import compile_in_place
+from kvpass.runtime.calling.in_place import compile_in_place
 from kvpass.runtime.kv_store import KVStore
 from kvpass.runtime.padding_tracker import padding_from_columns
 

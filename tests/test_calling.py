@@ -22,7 +22,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.handle import Handle
-from kvpass.runtime.entry.compiled_call import CompiledCall
+from kvpass.runtime.calling.compiled_call import CompiledCall
 from tests import on_reference
 from tests.models import Run, breaks, build, many_graphs, prompt
 
@@ -665,7 +665,7 @@ def test_nothing_breaks_graphs() -> None:
 def test_beyond_the_recompile_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that torch warns before it stops compiling, and that no slots are continued wrongly.
 
-    With strict=True, the default, there is an error instead (`tests/runtime/entry/test_entries.py`).
+    With strict=True, the default, there is an error instead (`tests/runtime/calling/test_entries.py`).
     """
     torch._dynamo.reset()
     monkeypatch.setattr("kvpass.torch_private.dynamo.MAX_GRAPHS", {"recompile_limit": 1})

@@ -25,7 +25,7 @@ from kvpass import model_access
 from kvpass.errors import CacheHandleError, PolicyError
 from kvpass.model_access import NEW_KEYWORD as NEW
 from kvpass.model_access import OLD_KEYWORD as OLD
-from kvpass.runtime.entry import model_arguments
+from kvpass.runtime.calling import model_arguments
 from tests.models import build, prompt
 
 

@@ -172,7 +172,7 @@ def _join_classes(layout: Layout, slots: ClassedSlots, attended: list[AttentionO
     """Join the results of all classes, with the heads in the model's order."""
 
     def joined(results: list[Tensor]) -> Tensor:
-        by_head = [torch.unflatten(x, 1, (part.heads, -1)) for x, part in zip(results, layout.by_class, strict=True)]
+        by_head = [torch.unflatten(x, 1, (each.heads, -1)) for x, each in zip(results, layout.by_class, strict=True)]
         return select_heads(torch.cat(by_head, 1), slots.inverse).flatten(1, 2)
 
     sums = [each.lse for each in attended if each.lse is not None]

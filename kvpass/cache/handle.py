@@ -29,19 +29,19 @@ class Handle(Tensor):
 
     cache: LayerCache
     length: int
-    part: KeyOrValue
+    kv: KeyOrValue
     token_dim: int
 
     @staticmethod
-    def of(cache: LayerCache, part: KeyOrValue, token_dim: int) -> Handle:
+    def of(cache: LayerCache, kv: KeyOrValue, token_dim: int) -> Handle:
         """Return the current handle of a layer's keys or values, a view of one NaN."""
         dynamo.never_compile_alone(Handle.__torch_function__)
-        dim = {"keys": cache.layout.key_dim, "values": cache.layout.value_dim}[part]
-        dim = dim * cache.layout.heads // cache.heads  # a layout may have all heads joined to one
+        dim = {"keys": cache.layout.key_dim, "values": cache.layout.value_dim}[kv]
+        dim = dim * cache.layout.heads // cache.model_heads  # a layout may have all heads joined to one
         # Dynamo refuses a region whose inputs share memory, so each handle has its own NaN.
         nan = torch.full((1,), torch.nan, dtype=cache.layout.dtype, device=cache.layout.device)
         handle = nan.expand(*_shape_of(cache, token_dim), dim).as_subclass(Handle)
-        handle.cache, handle.length, handle.part, handle.token_dim = cache, cache.length, part, token_dim
+        handle.cache, handle.length, handle.kv, handle.token_dim = cache, cache.length, kv, token_dim
         if cache.stored_tokens == cache.length:
             dynamo.mark_dynamic_dim(handle, token_dim)
         return handle
@@ -96,13 +96,13 @@ def _exchanged(x: Tensor) -> Tensor:
         result = x.transpose(1, 2)
         if isinstance(x, Handle):
             result = result.as_subclass(Handle)
-            result.cache, result.length, result.part, result.token_dim = x.cache, x.length, x.part, 3 - x.token_dim
+            result.cache, result.length, result.kv, result.token_dim = x.cache, x.length, x.kv, 3 - x.token_dim
     return result
 
 
 def _shape_of(cache: LayerCache, token_dim: int) -> tuple[int, int, int]:
     """Return the shape of a handle without its last dimension."""
-    heads, stored = cache.heads, cache.stored_tokens
+    heads, stored = cache.model_heads, cache.stored_tokens
     return (cache.layout.batch, heads, stored) if token_dim == 2 else (cache.layout.batch, stored, heads)
 
 
@@ -111,8 +111,8 @@ _METADATA = tensors.METADATA_METHODS | {"__get__", "__set__", "__delete__", "as_
 
 
 def handle_like(handle: Handle, cache: LayerCache) -> Handle:
-    """Return the handle of the same part of another cache."""
-    return Handle.of(cache, handle.part, handle.token_dim)
+    """Return the handle of the keys or values of another cache, whichever this one is for."""
+    return Handle.of(cache, handle.kv, handle.token_dim)
 
 
 def _check_current(handle: Handle) -> None:
@@ -127,7 +127,7 @@ def _check_current(handle: Handle) -> None:
 
 def _select_rows(operation: str, handle: Handle, argument: Any, apply: Callable[[Tensor], Tensor]) -> Handle:
     _check_current(handle)
-    return handle_like(handle, handle.cache.select(operation, argument, handle.part, apply))
+    return handle_like(handle, handle.cache.select(operation, argument, handle.kv, apply))
 
 
 def _index_select(input: Handle, dim: int, index: Tensor) -> Handle:
@@ -183,7 +183,7 @@ def _crop(handle: Handle, kept: int) -> Handle:
             f"cannot crop {stored - kept} tokens: a layer with its own sliding window stores {stored} of the "
             f"{handle.length} tokens that it has seen; copy the cache (copy.deepcopy) before these tokens instead"
         )
-    return handle_like(handle, cache.crop(stored - kept, handle.part))
+    return handle_like(handle, cache.crop(stored - kept, handle.kv))
 
 
 def _repeat_interleave(handle: Handle, repeats: Any, dim: int | None = None, **_: Any) -> Handle:
@@ -231,13 +231,13 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def current_cache(value: Any, part: KeyOrValue, backend: CacheOwner) -> LayerCache:
+def current_cache(value: Any, kv: KeyOrValue, backend: CacheOwner) -> LayerCache:
     """Return the cache of a layer from its handle, or raise CacheHandleError if the cache cannot be continued."""
     if not isinstance(value, Handle):
         raise CacheHandleError("a layer's cache was replaced by an ordinary tensor in the middle of a conversation")
-    if value.part != part:
+    if value.kv != kv:
         raise CacheHandleError(
-            f"the cache of a layer has its keys and values exchanged: its {value.part} were passed as its {part}"
+            f"the cache of a layer has its keys and values exchanged: its {value.kv} were passed as its {kv}"
         )
     _check_current(value)
     cache = value.cache

@@ -36,12 +36,12 @@ class _RowSelection:
     operation: str
     argument: Any
     length: int
-    part: KeyOrValue
+    kv: KeyOrValue
     result: weakref.ref[LayerCache]
 
-    def serves(self, operation: str, argument: Any, length: int, part: KeyOrValue) -> bool:
-        """Return whether the other part of K and V makes the same selection."""
-        same = (self.operation, self.length) == (operation, length) and self.part != part
+    def serves(self, operation: str, argument: Any, length: int, kv: KeyOrValue) -> bool:
+        """Return whether the other of keys and values makes the same selection."""
+        same = (self.operation, self.length) == (operation, length) and self.kv != kv
         return same and _equal_arguments(self.argument, argument)
 
 
@@ -59,7 +59,7 @@ def _equal_arguments(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Crop:
-    """The cache that continues after a crop; `left` is the part that is not yet cropped."""
+    """The cache that continues after a crop; `left` names those of keys and values that are not yet cropped."""
 
     tokens: int
     left: KeyOrValue | None
@@ -136,7 +136,7 @@ class LayerCache:
         number: increases from layer to layer of a conversation in the order of the prompt's layers, also in copies.
         layout, slots: the buffers.
         length: tokens seen, padding included; the host's copy of `slots.length`.
-        heads: the KV heads of the model's cache; if keys are computed from the cache, the layout joins them to one.
+        model_heads: the KV heads of the model's cache; if keys are computed from it, the layout joins them to one.
         window: the number of last tokens that the model's cache stores, None for all.
         row_budgets: the layer's budget of each row.
         clocks: the host's counts for each row, see `Policy.clock`; empty for most policies.
@@ -150,7 +150,7 @@ class LayerCache:
         equal_rotated_key: the last call's rotated key, if it was equal to `rotated_key` up to rounding.
         key_projections: the weights that computed the layer's keys.
         output_projection: the output projection's weight [E, Hq Dv], for policies that read it.
-        model: weak references to the model's tensors that were inputs of the prompt's graph; they identify the model.
+        model_tensors: weak references to the model's tensors that were inputs of the prompt's graph; they identify the model.
         undo_records: records of the last calls, as far as they can be cropped.
         cropped: the cache that replaced this one when tokens were cropped; this one can no longer be continued.
     """
@@ -160,7 +160,7 @@ class LayerCache:
     layout: Layout
     slots: AnySlots
     length: int
-    heads: int
+    model_heads: int
     window: int | None = None
     row_budgets: tuple[int, ...] = ()
     clocks: tuple[Any, ...] = ()
@@ -173,7 +173,7 @@ class LayerCache:
     deferred_checks: DeferredChecks = dataclasses.field(default_factory=DeferredChecks)
     key_projections: tuple[weakref.ref[Any], ...] = ()
     output_projection: weakref.ref[Any] | None = None
-    model: tuple[weakref.ref[Any], ...] = ()
+    model_tensors: tuple[weakref.ref[Any], ...] = ()
     undo_records: UndoRecords = ()
     cropped: _Crop | None = None
     _selections: list[_RowSelection] = dataclasses.field(default_factory=list)
@@ -183,7 +183,7 @@ class LayerCache:
         """The number of tokens that the model's cache stores."""
         return self.length if self.window is None else min(self.length, self.window)
 
-    def select(self, operation: str, argument: Any, part: KeyOrValue, apply: Callable[[Tensor], Tensor]) -> LayerCache:
+    def select(self, operation: str, argument: Any, kv: KeyOrValue, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """Return the cache with other rows.
 
         The same selection for K and then for V returns one cache.  The same selection for K again returns another.
@@ -194,25 +194,25 @@ class LayerCache:
         self._selections = [selection for selection in self._selections if selection.result() is not None]
         for i, selection in enumerate(self._selections):
             result = selection.result()
-            if result is not None and selection.serves(operation, argument, self.length, part):
-                del self._selections[i]  # the next equal selection for this part makes another copy
+            if result is not None and selection.serves(operation, argument, self.length, kv):
+                del self._selections[i]  # the next equal selection of these makes another copy
                 return result
         result = self.map_rows(apply)
         kept = copy.deepcopy(argument) if isinstance(argument, list) else argument  # callers may change their lists
-        self._selections.append(_RowSelection(operation, kept, self.length, part, weakref.ref(result)))
+        self._selections.append(_RowSelection(operation, kept, self.length, kv, weakref.ref(result)))
         return result
 
-    def crop(self, tokens: int, part: KeyOrValue) -> LayerCache:
+    def crop(self, tokens: int, kv: KeyOrValue) -> LayerCache:
         """Return the cache without its last tokens; the same crop of K and then of V returns one cache."""
         last = self.cropped
-        if last is not None and (last.tokens, last.left, last.result.length) == (tokens, part, self.length - tokens):
+        if last is not None and (last.tokens, last.left, last.result.length) == (tokens, kv, self.length - tokens):
             self.cropped = dataclasses.replace(last, left=None)
             return last.result
         check_usable(self)
         check_croppable(self.undo_records, tokens, self.backend.crop)
         self.interrupted = True  # until the cropped cache exists: undoing writes to these slots in place
         shorter = dataclasses.replace(self, interrupted=False)._undo_calls(tokens)
-        self.cropped, self.undo_records = _Crop(tokens, "values" if part == "keys" else "keys", shorter), ()
+        self.cropped, self.undo_records = _Crop(tokens, "values" if kv == "keys" else "keys", shorter), ()
         self.interrupted = False
         return shorter
 

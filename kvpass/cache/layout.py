@@ -73,8 +73,8 @@ class Layout:
     @property
     def head_slices(self) -> tuple[slice, ...]:
         """The slice of each class among the heads in the order of the classes."""
-        ends = [*itertools.accumulate(part.heads for part in self.by_class)]
-        return tuple(slice(end - part.heads, end) for part, end in zip(self.by_class, ends, strict=True))
+        ends = [*itertools.accumulate(each.heads for each in self.by_class)]
+        return tuple(slice(end - each.heads, end) for each, end in zip(self.by_class, ends, strict=True))
 
     def with_head_classes(self) -> Layout:
         """Return the layout with the classes of heads that `Policy.head_classes` returns."""

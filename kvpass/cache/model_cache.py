@@ -36,7 +36,7 @@ def caches_in(cache: Any) -> list[LayerCache]:
 
 def usable_caches_in(cache: Any, backend: CacheOwner) -> list[LayerCache]:
     """Return the caches of all layers as `caches_in`, or raise CacheHandleError if one cannot be continued."""
-    return list({id(each): each for each in (current_cache(x, x.part, backend) for x in _handles(cache))}.values())
+    return list({id(each): each for each in (current_cache(x, x.kv, backend) for x in _handles(cache))}.values())
 
 
 def _handles(cache: Any) -> Iterator[Handle]:

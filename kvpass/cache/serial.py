@@ -1,4 +1,4 @@
-"""Convert the cache of one layer to plain values and tensors for a file, and back: `to_entry`, `from_entry`.
+"""Convert the cache of one layer to plain values and tensors for a file, and back: `to_header`, `from_header`.
 
 Nothing in a file is trusted: sizes must match the layout, and indices must lie within the slots, because compiled
 code does not check the indices that it writes to.
@@ -30,8 +30,8 @@ _OPTIONAL = ("first_ids", "rotated_key")
 """The fields of a layer's cache that a file holds if they are known."""
 
 
-def to_entry(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return a cache's entry for a file's header, and add its tensors to `tensors` under names with `prefix`.
+def to_header(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return a cache's part of a file's header, and add its tensors to `tensors` under names with `prefix`.
 
     Raises:
         CacheHandleError: its heads are sharded over processes.
@@ -49,7 +49,7 @@ def to_entry(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
         layout={**fields, "dtype": str(layout.dtype).removeprefix("torch.")},
         capacity=slots.capacity,
         length=cache.length,
-        heads=cache.heads,
+        heads=cache.model_heads,
         window=cache.window,
         row_budgets=list(cache.row_budgets),
         clocks=[list(clock) for clock in cache.clocks],
@@ -58,10 +58,10 @@ def to_entry(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict
     )
 
 
-def from_entry(
-    entry: Mapping[str, Any], tensors: Mapping[str, Tensor], backend: CacheOwner, policy: Policy, device: torch.device
+def from_header(
+    header: Mapping[str, Any], tensors: Mapping[str, Tensor], backend: CacheOwner, policy: Policy, device: torch.device
 ) -> LayerCache:
-    """Return a layer's cache from an entry of `to_entry` and its tensors.
+    """Return a layer's cache from a header of `to_header` and its tensors.
 
     Args:
         tensors: the tensors of the layer by name, on the CPU.
@@ -71,16 +71,16 @@ def from_entry(
     Raises:
         CacheFileError: the sizes of tensors contradict the header, or numbers are invalid.
     """
-    layout = _layout_of(entry["layout"], backend, policy, device).with_head_classes()
-    capacity, length, heads = (_read_count(entry, name) for name in ("capacity", "length", "heads"))
-    window = None if entry["window"] is None else _read_count(entry, "window")
-    row_budgets, clocks = _host_counts(entry, layout)
+    layout = _layout_of(header["layout"], backend, policy, device).with_head_classes()
+    capacity, length, heads = (_read_count(header, name) for name in ("capacity", "length", "heads"))
+    window = None if header["window"] is None else _read_count(header, "window")
+    row_budgets, clocks = _host_counts(header, layout)
     slots = _slots_of(tensors, layout, capacity, length, row_budgets)
     absent = tensors["absent"]
     if absent.dtype != torch.int64 or absent.ndim != 2 or len(absent) != layout.batch or bool((absent >= length).any()):
         raise CacheFileError("its record of padding does not fit its rows")
-    fields: dict[str, Any] = {name: tensors[name].to(device) for name in _OPTIONAL if name in entry["optional"]}
-    fields |= dict(notes=tuple(map(str, entry["notes"])), absent=absent.to(device))
+    fields: dict[str, Any] = {name: tensors[name].to(device) for name in _OPTIONAL if name in header["optional"]}
+    fields |= dict(notes=tuple(map(str, header["notes"])), absent=absent.to(device))
     counts = (length, heads, window, row_budgets, clocks)
     return LayerCache(backend, next(backend.cache_numbers), layout, slots, *counts, **fields)
 
@@ -88,7 +88,7 @@ def from_entry(
 def _convert_vectors(slots: AnySlots, change: Callable[[Format, StoredTensors], StoredTensors]) -> Any:
     """Return slots with a function of a format and its tensors applied to their keys and values."""
     if isinstance(slots, ClassedSlots):
-        return dataclasses.replace(slots, by_class=tuple(_convert_vectors(part, change) for part in slots.by_class))
+        return dataclasses.replace(slots, by_class=tuple(_convert_vectors(each, change) for each in slots.by_class))
     key, value = (EncodedVectors(x.format, change(x.format, x.parts)) for x in (slots.key, slots.value))
     return dataclasses.replace(slots, key=key, value=value)
 
@@ -117,23 +117,23 @@ def _check_classes(slots: ClassedSlots, layout: Layout, length: int) -> None:
         raise CacheFileError(f"its order of heads is not an order of {layout.heads} heads")
 
 
-def _layout_of(entry: Mapping[str, Any], backend: CacheOwner, policy: Policy, device: torch.device) -> Layout:
-    fields = {name: entry[name] for name in _LAYOUT_FIELDS}
+def _layout_of(header: Mapping[str, Any], backend: CacheOwner, policy: Policy, device: torch.device) -> Layout:
+    fields = {name: header[name] for name in _LAYOUT_FIELDS}
     for name, kind in _LAYOUT_FIELDS.items():
         # isinstance() would take `true` in a file for 1.
         if type(fields[name]) is not kind or not 0 <= fields[name] < 2**31:
             raise CacheFileError(f"its {name} is {fields[name]!r}")
-    dtype = getattr(torch, str(entry["dtype"]), None)
+    dtype = getattr(torch, str(header["dtype"]), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise CacheFileError(f"its dtype is {entry['dtype']!r}")
+        raise CacheFileError(f"its dtype is {header['dtype']!r}")
     return Layout(
         policy=policy, dtype=dtype, device=device, kv_dtype=backend.kv_dtype, crops=backend.crop > 0, **fields
     )
 
 
-def _read_count(entry: Mapping[str, Any], name: str) -> int:
-    """Return a count of an entry, which must be at least 0."""
-    value = entry[name]
+def _read_count(header: Mapping[str, Any], name: str) -> int:
+    """Return a count of a header, which must be at least 0."""
+    value = header[name]
     if type(value) is not int or not 0 <= value < 2**62:
         raise CacheFileError(f"its {name} is {value!r}")
     return value
@@ -147,9 +147,9 @@ def _check_tensor(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Ten
     return tensor
 
 
-def _host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def _host_counts(header: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Return the `row_budgets` and `clocks` of the rows."""
-    row_budgets, clocks = tuple(entry["row_budgets"]), tuple(tuple(clock) for clock in entry["clocks"])
+    row_budgets, clocks = tuple(header["row_budgets"]), tuple(tuple(clock) for clock in header["clocks"])
     whole = all(type(number) is int and number >= 0 for numbers in (row_budgets, *clocks) for number in numbers)
     policy, classes = layout.policy, max(1, len(layout.classes))
     sizes = [classes * len(policy.clock((), 1, limit)) for limit in row_budgets if whole and policy.keeps_clock]

@@ -224,7 +224,7 @@ class ClassedSlots:
     @property
     def capacity(self) -> int:
         """The number of slots of the head with the most."""
-        return max(part.capacity for part in self.by_class)
+        return max(each.capacity for each in self.by_class)
 
     @property
     def length(self) -> Tensor:
@@ -238,41 +238,41 @@ class ClassedSlots:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors in the order of `names`; `with_tensors` is the inverse."""
-        return [*(tensor for part in self.by_class for tensor in part.tensors()), self.order, self.inverse]
+        return [*(tensor for each in self.by_class for tensor in each.tensors()), self.order, self.inverse]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> ClassedSlots:
         """Return slots like these with the tensors that `tensors` returned."""
         *rest, order, inverse = tensors
         remaining = iter(rest)
-        parts = [part.with_tensors(list(itertools.islice(remaining, len(part.names)))) for part in self.by_class]
+        parts = [each.with_tensors(list(itertools.islice(remaining, len(each.names)))) for each in self.by_class]
         return ClassedSlots(tuple(parts), order, inverse)
 
     @property
     def names(self) -> list[str]:
         """The names of the tensors: class 0's, the other classes' with a prefix, `order` and `inverse`."""
-        return [*_prefix_names([part.names for part in self.by_class]), "order", "inverse"]
+        return [*_prefix_names([each.names for each in self.by_class]), "order", "inverse"]
 
     @property
     def kv_names(self) -> list[str]:
         """The names of the tensors that store the vectors of K and V."""
-        return _prefix_names([part.kv_names for part in self.by_class])
+        return _prefix_names([each.kv_names for each in self.by_class])
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> ClassedSlots:
         """Return slots with a batch-first function applied to each tensor."""
-        parts = tuple(part.map_tensors(function) for part in self.by_class)
+        parts = tuple(each.map_tensors(function) for each in self.by_class)
         with torch.inference_mode(False), torch.no_grad():
             return ClassedSlots(parts, function(self.order), function(self.inverse))
 
     def on_meta(self, layout: Layout) -> ClassedSlots:
         """Return these slots with vectors in a layout's formats on the meta device."""
         parts = zip(self.by_class, layout.by_class, strict=True)
-        return dataclasses.replace(self, by_class=tuple(part.on_meta(each) for part, each in parts))
+        return dataclasses.replace(self, by_class=tuple(class_slots.on_meta(each) for class_slots, each in parts))
 
     def joined_classes(self, layout: Layout) -> Slots:
         """Return copies of the slots of all heads in one rectangle, the heads in the model's order."""
         rectangle = dataclasses.replace(layout, classes=(), capacity=self.capacity)
         slots = Slots.empty(rectangle)
-        tensors_by_name = zip(*(part.tensors() for part in self.by_class), strict=True)
+        tensors_by_name = zip(*(each.tensors() for each in self.by_class), strict=True)
         joined = [self._join_classes(each, like) for each, like in zip(tensors_by_name, slots.tensors(), strict=True)]
         return slots.with_tensors(joined)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.capture import cross_attention, decomposed_attention, origins, products, sparse_index, unread_caches
+from kvpass.capture import cross_attention, decomposed_attention, origins, products, sparse_index, untracked_growth
 from kvpass.capture.cross_attention import OutsideKeys
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import CacheRefused, Origin, cat_parts, origin_of
@@ -95,7 +95,8 @@ class _CacheSearch:
 
     Attributes:
         outputs: the output index of each returned node.
-        calls, unread: the attention calls, and each softmax that cannot be read as an attention call, with the reason.
+        calls: the attention calls.
+        other_softmaxes: each softmax that cannot be read as an attention call, with the reason.
         results: the results of all attention calls.
         updates: the nodes that grow a cache.
         search_results: the results so far.
@@ -106,7 +107,7 @@ class _CacheSearch:
         self.outputs = {
             node: index for index, node in enumerate(walk.results(dynamo_gm.graph)) if isinstance(node, fx.Node)
         }
-        self.calls, self.unread = decomposed_attention.find_attention_calls(dynamo_gm)
+        self.calls, self.other_softmaxes = decomposed_attention.find_attention_calls(dynamo_gm)
         self.results = {result for call in self.calls for result in call.results}
         self.updates = [node for node in dynamo_gm.graph.nodes if self._grows_a_cache(node)]
         self.alias_sets = alias.AliasSets(dynamo_gm.graph)
@@ -122,8 +123,8 @@ class _CacheSearch:
             self.search_results.append(self._read_cross_attention(call, queries) or self._examine_call(call))
         self._refuse_unread_updates()
         if not any(each.refusal for each in self.search_results):
-            unread = unread_caches.unread_caches(self.graph, self._known_outputs())
-            self.search_results += [SearchResult(node, refusal=reason) for node, reason in unread]
+            untracked = untracked_growth.untracked_growth(self.graph, self._known_outputs())
+            self.search_results += [SearchResult(node, refusal=reason) for node, reason in untracked]
         self._refuse_mixed_caches()
         return self.search_results
 
@@ -135,8 +136,8 @@ class _CacheSearch:
         for update in self.updates:
             if update in used or any(update in ancestors(call) for call in refused_at):
                 continue
-            reason = "" if self.calls or self.unread else _NO_ATTENTION
-            why = next((why for softmax, why in self.unread.items() if update in ancestors(softmax)), None)
+            reason = "" if self.calls or self.other_softmaxes else _NO_ATTENTION
+            why = next((why for softmax, why in self.other_softmaxes.items() if update in ancestors(softmax)), None)
             if why:
                 reason = f"; the next softmax is not read as attention, for {why}"
             self.search_results.append(SearchResult(update, refusal=_UNREAD + reason))
@@ -229,7 +230,7 @@ class _CacheSearch:
             return []
 
         def is_update(node: fx.Node) -> bool:
-            return node in self.outputs and cat_parts(node) is None and unread_caches.is_fixed_size_update(node)
+            return node in self.outputs and cat_parts(node) is None and untracked_growth.is_fixed_size_update(node)
 
         sources = [origins.since_projection([attended], self.results) for attended in (call.key, call.value)]
         of_keys, of_values = ([*filter(is_update, nodes)] for nodes in sources)

@@ -15,7 +15,7 @@ from typing import Any
 import torch.fx as fx
 
 from kvpass.capture.decomposed_attention import AttentionCall
-from kvpass.capture.unread_caches import source_inputs
+from kvpass.capture.untracked_growth import source_inputs
 from kvpass.fx import alias, walk
 from kvpass.fx.alias import AliasSets
 from kvpass.fx.op_table import has_tag, tagged

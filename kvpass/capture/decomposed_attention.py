@@ -23,7 +23,7 @@ import torch.fx as fx
 
 from kvpass.capture import products
 from kvpass.capture.logit_changes import LogitChanges
-from kvpass.capture.products import Unreadable, is_from_product, required_number, required_tensor, strip_expansion
+from kvpass.capture.products import NotAttention, is_from_product, required_number, required_tensor, strip_expansion
 from kvpass.fx import alias, op_table, splicing, walk
 from kvpass.fx.op_table import has_tag, operator_name
 from kvpass.fx.walk import example_value, is_tensor, target_name
@@ -81,7 +81,7 @@ def find_attention_calls(dynamo_gm: fx.GraphModule) -> tuple[list[AttentionCall]
     Reading may add unused nodes to the graph, such as the sum of several masks.
     """
     found: list[AttentionCall] = []
-    unread: dict[fx.Node, str] = {}
+    others: dict[fx.Node, str] = {}
     alias_sets = alias.AliasSets(dynamo_gm.graph)
     for node in list(dynamo_gm.graph.nodes):
         is_call = fx_nodes.is_sdpa(node)
@@ -90,15 +90,15 @@ def find_attention_calls(dynamo_gm: fx.GraphModule) -> tuple[list[AttentionCall]
         reader = _DecompositionReader(dynamo_gm, node, alias_sets)
         try:
             found.append(_sdpa_call(node) if is_call else reader.read())
-        except Unreadable as reason:
-            unread[node] = f"{target_name(reader.at)!r} at {walk.source_line(reader.at)}: {reason}"
-    return found, unread
+        except NotAttention as reason:
+            others[node] = f"{target_name(reader.at)!r} at {walk.source_line(reader.at)}: {reason}"
+    return found, others
 
 
 def _sdpa_call(node: fx.Node) -> AttentionCall:
     args = op_table.named_arguments(node)
     if unknown := args.keys() - {*op_table.argument_names(operator_name(node)), "enable_gqa"}:
-        raise Unreadable(f"kvpass does not know its argument {min(unknown)}")
+        raise NotAttention(f"kvpass does not know its argument {min(unknown)}")
     scale, mask = args.get("scale"), args.get("attn_mask")
     scale = 1 / math.sqrt(example_value(args["query"]).shape[-1]) if scale is None else float(scale)
     if mask is not None and example_value(mask).ndim < 4:  # aligned from the right, as in any broadcasting
@@ -128,9 +128,9 @@ class _DecompositionReader:
         self.at = softmax  # the current operation
 
     def read(self) -> AttentionCall:
-        """Read the call around the softmax; raise Unreadable if the operation `at` shows that it is not attention."""
+        """Read the call around the softmax; raise NotAttention if the operation `at` shows that it is not attention."""
         if not products.is_last(op_table.named_arguments(self.softmax).get("dim"), example_value(self.softmax)):
-            raise Unreadable("it is not over the last dimension")
+            raise NotAttention("it is not over the last dimension")
         self.at = product = self._first_product()
         products.check_groups(product)
         query, key, bias, alpha = products.logit_operands(product)
@@ -156,7 +156,7 @@ class _DecompositionReader:
         """Refuse logits or probabilities in a narrower dtype than the product's."""
         dtypes = [dtype, example_value(self.softmax).dtype, *self.changes.casts]
         if not all(products.is_as_wide(cast, dtype) for cast in dtypes):
-            raise Unreadable("logits or probabilities are converted to a narrower dtype than their product's")
+            raise NotAttention("logits or probabilities are converted to a narrower dtype than their product's")
 
     # -- from the softmax back to the first product ----------------------------------------------------
 
@@ -165,7 +165,7 @@ class _DecompositionReader:
         while not has_tag(node, "batched"):
             if node.op == "placeholder":
                 self.at = self.softmax
-                raise Unreadable("its logits are not computed from a product")
+                raise NotAttention("its logits are not computed from a product")
             logits = self._step_back(node)
             for operand in node.all_input_nodes:
                 if operand is not logits:
@@ -178,7 +178,7 @@ class _DecompositionReader:
         writers = self._writers_between(node, node, reader)
         if writers and any(products.written_tensor(writer) is not products.written_tensor(node) for writer in writers):
             self.at = writers[-1]
-            raise Unreadable("it writes to the memory of the logits through another view")
+            raise NotAttention("it writes to the memory of the logits through another view")
         return writers[-1] if writers else node
 
     def _writers_between(self, node: fx.Node, since: fx.Node, until: fx.Node) -> list[fx.Node]:
@@ -189,7 +189,7 @@ class _DecompositionReader:
         """Refuse a tensor that is written to after it was read, because the canonical call reads it later."""
         if writers := self._writers_between(node, since, until):
             self.at = writers[0]
-            raise Unreadable("it writes in place to an operand of attention during the computation")
+            raise NotAttention("it writes in place to an operand of attention during the computation")
 
     def _step_back(self, node: fx.Node) -> fx.Node:
         """Account for one operation on the logits, and return the logits before it."""
@@ -203,7 +203,7 @@ class _DecompositionReader:
             "clamp_min": self._read_clamp,
         }  # fmt: skip
         if name not in steps:
-            raise Unreadable("kvpass does not support this operation on attention logits")
+            raise NotAttention("kvpass does not support this operation on attention logits")
         return steps[name](node)
 
     def _passes_through(self, node: fx.Node) -> bool:
@@ -232,7 +232,7 @@ class _DecompositionReader:
         first, second, alpha = products.sum_operands(node)
         logits, mask = (first, second) if is_from_product(first) else (second, first)
         if is_from_product(mask) or (logits is second and alpha != 1):
-            raise Unreadable("both operands come from products, or the logits are multiplied by alpha")
+            raise NotAttention("both operands come from products, or the logits are multiplied by alpha")
         self.changes.add(mask, logits, node, alpha)
         return logits
 
@@ -245,12 +245,14 @@ class _DecompositionReader:
         logits, other, alpha = products.sum_operands(node)
         if alpha == 1 and products.is_maximum(other, logits):
             if self.sink_logit is not None or self.changes.cap:
-                raise Unreadable("the maximum of each row is subtracted before a cap or sinks: subtract it afterwards")
+                raise NotAttention(
+                    "the maximum of each row is subtracted before a cap or sinks: subtract it afterwards"
+                )
             self.shifted = True
             self.changes.shift()
             return logits
         if is_from_product(other):
-            raise Unreadable("the tensor subtracted from the logits is neither the maximum of each row nor a mask")
+            raise NotAttention("the tensor subtracted from the logits is neither the maximum of each row nor a mask")
         self.changes.add(other, logits, node, -alpha)
         return logits
 
@@ -259,11 +261,11 @@ class _DecompositionReader:
         logits, *sink_logit = args["tensors"]
         last = products.is_last(args.get("dim", 0), example_value(node))
         if self.sink_logit or len(sink_logit) != 1 or not last or example_value(sink_logit[0]).shape[-1] != 1:
-            raise Unreadable("only one column of sinks can be concatenated to the logits, at their end")
+            raise NotAttention("only one column of sinks can be concatenated to the logits, at their end")
         if not self.changes.empty:
-            raise Unreadable("the column of sinks is masked or scaled with the logits: concatenate it afterwards")
+            raise NotAttention("the column of sinks is masked or scaled with the logits: concatenate it afterwards")
         if example_value(sink_logit[0]).ndim != 4:
-            raise Unreadable("sinks are not [B or 1, Hq, q or 1, 1]")
+            raise NotAttention("sinks are not [B or 1, Hq, q or 1, 1]")
         self.sink_logit, self.changes.has_sink = sink_logit[0], True
         return required_tensor(logits)
 
@@ -280,7 +282,7 @@ class _DecompositionReader:
         if not (isinstance(logits, fx.Node) and is_tensor(logits) and is_from_product(logits)):
             logits, filling, condition = filling, logits, self.changes.emit(torch.logical_not, condition)
         if isinstance(filling, fx.Node) and is_from_product(filling):
-            raise Unreadable("both branches come from products")
+            raise NotAttention("both branches come from products")
         logits = required_tensor(logits)
         self.changes.fill(logits, condition, filling, node)
         return logits
@@ -294,7 +296,7 @@ class _DecompositionReader:
             args = op_table.named_arguments(node)
             logits, bound = args["input"], args.get("min")
             if args.get("max") is not None:
-                raise Unreadable("the logits have an upper bound")
+                raise NotAttention("the logits have an upper bound")
         self.changes.clamp(bound, node)
         return required_tensor(logits)
 
@@ -319,16 +321,16 @@ class _DecompositionReader:
             following = [n for n in node.users if has_tag(n, "batched") or self._passes_on_probs(n)]
             self.at = node
             if len(following) != 1:
-                raise Unreadable(f"{len(following)} matrix products read it, instead of exactly one, with the values")
+                raise NotAttention(f"{len(following)} matrix products read it, instead of exactly one, with the values")
             self._check_unmodified(node, node, following[0])
             if has_tag(following[0], "batched"):
                 break
             node = following[0]
         product = self.at = following[0]
         if operator_name(product) == "baddbmm" or product.kwargs or len(product.args) != 2:
-            raise Unreadable("a term is added to the product with the values")
+            raise NotAttention("a term is added to the product with the values")
         if product.args[0] is not node or not is_tensor(product.args[1]):
-            raise Unreadable("the probabilities are not its first operand")
+            raise NotAttention("the probabilities are not its first operand")
         return product
 
     def _passes_on_probs(self, node: fx.Node) -> bool:

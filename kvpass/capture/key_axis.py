@@ -146,18 +146,18 @@ class KeyAxis:
         self._overwritten = {node for node in among if not among.issuperset(alias_sets.writers(node))}
         for node in graph.nodes:
             if node in among and node not in self.known and not _is_size_or_shape(node):
-                self.known[node] = self._follow(node)
+                self.known[node] = self._find_dependence(node)
                 self._record_offset(node)
 
-    def follow(self, node: fx.Node) -> KeyDependence:
+    def dependence_of(self, node: fx.Node) -> KeyDependence:
         """Return how a node depends on the keys."""
         return self.known.get(node, INDEPENDENT)
 
-    def _follow(self, node: fx.Node) -> KeyDependence:
+    def _find_dependence(self, node: fx.Node) -> KeyDependence:
         growing = self.sizes.growing_dims(example_value(node))
-        followers = [operand for operand in node.all_input_nodes if self.follow(operand).is_on_keys]
+        followers = [operand for operand in node.all_input_nodes if self.dependence_of(operand).is_on_keys]
         if not followers and not growing:
-            reads_padded = INDEPENDENT_OF_PADDED in map(self.follow, node.all_input_nodes)
+            reads_padded = INDEPENDENT_OF_PADDED in map(self.dependence_of, node.all_input_nodes)
             return INDEPENDENT_OF_PADDED if reads_padded else INDEPENDENT
         axis = self._growing_axis(node)
         if node in self._overwritten:  # a slice of it would lack the writes of other nodes
@@ -179,8 +179,10 @@ class KeyAxis:
 
     def _propagate(self, node: fx.Node, followers: list[fx.Node]) -> int | None:
         """Return the dimension of the result at which the key axes of all operands meet, or None."""
-        axes = {operand: axis for operand in followers if (axis := self.follow(operand).axis) is not None}
-        if len(axes) < len(followers) or any(self.follow(operand).dependence == "padded" for operand in followers):
+        axes = {operand: axis for operand in followers if (axis := self.dependence_of(operand).axis) is not None}
+        if len(axes) < len(followers) or any(
+            self.dependence_of(operand).dependence == "padded" for operand in followers
+        ):
             return None
         return propagation.common_dim(propagation.propagate_dim(node, operand, axis) for operand, axis in axes.items())
 
@@ -199,12 +201,12 @@ class KeyAxis:
     def _look_up(self, node: fx.Node, base: fx.Node, index_of_dim: dict[int, object]) -> KeyDependence | None:
         """Follow a lookup by an index that follows the keys, or of each key's own entry; else return None."""
         indices = {index for index in index_of_dim.values() if isinstance(index, fx.Node) and is_tensor(index)}
-        followers = [index for index in indices if self.follow(index).is_on_keys]
-        following = {index: axis for index in followers if (axis := self.follow(index).axis) is not None}
+        followers = [index for index in indices if self.dependence_of(index).is_on_keys]
+        following = {index: axis for index in followers if (axis := self.dependence_of(index).axis) is not None}
         if len(following) < len(followers):
             return None
         dim = propagation.common_dim(propagation.index_axis(node, index, axis) for index, axis in following.items())
-        base_keys = self.follow(base)
+        base_keys = self.dependence_of(base)
         if base_keys.dependence == "padded" and not following:
             return INDEPENDENT_OF_PADDED
         if not base_keys.is_on_keys or base_keys.dependence == "padded":
@@ -227,7 +229,7 @@ class KeyAxis:
         parents = [operand for operand in node.all_input_nodes if operand in self.offsets]
         if (
             len(parents) != 1
-            or self.follow(node).dependence != "per_key"
+            or self.dependence_of(node).dependence != "per_key"
             or not op_table.holds_indices(example_value(node).dtype)
         ):
             return

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.fx as fx
 
-from kvpass.capture.products import Unreadable, strip_expansion
+from kvpass.capture.products import NotAttention, strip_expansion
 from kvpass.fx import op_table, splicing, walk
 from kvpass.fx.precision import FILLED, HIDDEN, accumulate_dtype
 from kvpass.fx.shapes import expr, same_shape
@@ -92,7 +92,7 @@ class LogitChanges:
     def apply_cap(self) -> None:
         """Record a tanh of the logits."""
         if self.cap:
-            raise Unreadable("logits are capped twice")
+            raise NotAttention("logits are capped twice")
         self.cap, self.factor = self.factor, 1.0
 
     def shift(self) -> None:
@@ -134,24 +134,24 @@ class LogitChanges:
     def _record(self, change: AddedMask | FilledNumber, logits: fx.Node) -> None:
         """Record a change by a mask, of logits that must keep their shape."""
         if self.cap:
-            raise Unreadable("the mask is applied before the cap")
+            raise NotAttention("the mask is applied before the cap")
         if not same_shape(example_value(logits).shape, change.shape):
-            raise Unreadable("the mask has dimensions that the logits do not have")
+            raise NotAttention("the mask has dimensions that the logits do not have")
         if self.has_sink and expr(example_value(change.mask).shape[-1]) != expr(change.shape[-1]):
-            raise Unreadable("the mask and the logits without the sink differ in width")
+            raise NotAttention("the mask and the logits without the sink differ in width")
         if self._follow_shift and (isinstance(change, FilledNumber) or _may_hide(change.mask)):
-            raise Unreadable("the maximum of each row is subtracted between two masks: subtract it after both")
+            raise NotAttention("the maximum of each row is subtracted between two masks: subtract it after both")
         self._changes.append(change)
 
     def _hiding_number(self, filling: object, node: fx.Node) -> float:
         """Return a filled-in number as the softmax sees it, and check that it hides its token."""
         literal, dtype = op_table.constant(filling, self.dynamo_gm), example_value(node).dtype
         if literal is None or (is_tensor(filling) and example_value(filling).numel() != 1):
-            raise Unreadable("the fill value must be a literal number in the code")
+            raise NotAttention("the fill value must be a literal number in the code")
         filled = torch.tensor(literal, dtype=torch.float64).to(dtype)
         number = float((filled.double() * self.factor).to(dtype))
         if self.cap or not number <= HIDDEN:
-            raise Unreadable(f"{number:g} does not hide a token after all factors: it must be at most {HIDDEN:g}")
+            raise NotAttention(f"{number:g} does not hide a token after all factors: it must be at most {HIDDEN:g}")
         return number
 
     # -- one mask --------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class LogitChanges:
 
     def _check_absorbs(self, number: float, half: torch.dtype | None) -> float:
         if not (self._absorbs(number) or (half is not None and self._absorbs(number, half))):
-            raise Unreadable(f"{number:g} is filled in together with other masks: use the lowest number of the dtype")
+            raise NotAttention(f"{number:g} is filled in together with other masks: use the lowest number of the dtype")
         return number
 
     def _in_holding_dtype(self, mask: fx.Node, number: float) -> fx.Node:
@@ -263,7 +263,7 @@ class LogitChanges:
             heads = [int(size) for size in logit_sizes[1:]]
             expanded = self.emit("expand", mask, -1, *heads, -1, -1)
             return self.emit(torch.flatten, expanded, 1, 2)
-        raise Unreadable(
+        raise NotAttention(
             f"a mask of shape {list(example_value(mask).shape)} does not match the rows and heads of the logits"
         )
 

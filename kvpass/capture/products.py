@@ -11,7 +11,7 @@ from kvpass.fx.shapes import same_shape
 from kvpass.fx.walk import example_value, is_tensor, operand_of
 
 
-class Unreadable(Exception):
+class NotAttention(Exception):
     """An operation around the softmax is not part of any known attention."""
 
 
@@ -40,21 +40,21 @@ def is_last(dim: object, tensor: torch.Tensor) -> bool:
 def required_tensor(argument: object) -> fx.Node:
     """Return a node of a tensor, or refuse any other argument."""
     if not is_tensor(argument):
-        raise Unreadable(f"{argument!r} is not a tensor")
+        raise NotAttention(f"{argument!r} is not a tensor")
     return argument
 
 
 def required_number(argument: object) -> float:
     """Return a number, or refuse any other argument."""
     if not isinstance(argument, (int, float)):
-        raise Unreadable(f"{argument!r} is not a number")
+        raise NotAttention(f"{argument!r} is not a number")
     return float(argument)
 
 
 def two_operands(node: fx.Node) -> tuple[fx.node.Argument, fx.node.Argument]:
     """Return both operands of an operation without other arguments."""
     if any(setting is not None for setting in node.kwargs.values()) or len(node.args) != 2:
-        raise Unreadable("it has more than two operands, or a rounding mode")
+        raise NotAttention("it has more than two operands, or a rounding mode")
     first, second = node.args
     return first, second
 
@@ -62,7 +62,7 @@ def two_operands(node: fx.Node) -> tuple[fx.node.Argument, fx.node.Argument]:
 def sum_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, float]:
     """Return both operands of a sum or difference, and the factor on the second."""
     if len(node.args) != 2 or node.kwargs.keys() - {"alpha"}:
-        raise Unreadable("it is not a sum of two tensors")
+        raise NotAttention("it is not a sum of two tensors")
     return required_tensor(node.args[0]), required_tensor(node.args[1]), required_number(node.kwargs.get("alpha", 1))
 
 
@@ -85,7 +85,7 @@ def logit_operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, 
     if operator_name(product) == "baddbmm":
         args = op_table.named_arguments(product)
         if required_number(args.get("beta", 1)) != 1:
-            raise Unreadable("its bias is multiplied by a number")
+            raise NotAttention("its bias is multiplied by a number")
         bias, alpha = required_tensor(args["input"]), required_number(args.get("alpha", 1.0))
         return required_tensor(args["batch1"]), _strip_transpose(args["batch2"]), bias, alpha
     query, key = two_operands(product)
@@ -98,7 +98,7 @@ def check_groups(product: fx.Node) -> None:
         return
     first, second = (example_value(required_tensor(each)).shape for each in product.args[:2])
     if len(first) != 5 or len(second) != 5 or not same_shape(first[:2], second[:2]):
-        raise Unreadable("keys or values must be [B, Hkv, 1, ...] for queries [B, Hkv, Hq / Hkv, ...]")
+        raise NotAttention("keys or values must be [B, Hkv, 1, ...] for queries [B, Hkv, Hq / Hkv, ...]")
 
 
 def _strip_transpose(keys: object) -> fx.Node:
@@ -109,7 +109,7 @@ def _strip_transpose(keys: object) -> fx.Node:
         *dims, dim, last = op_table.leaves(node.args[1:])
         return splicing.emit_before(node, torch.permute, node.args[0], (*dims, last, dim))
     if not is_tensor(node.args[0]) or not propagation.swaps_last_two(node):
-        raise Unreadable("its second operand is not a transpose of the keys")
+        raise NotAttention("its second operand is not a transpose of the keys")
     return required_tensor(node.args[0])
 
 
@@ -120,7 +120,7 @@ def query_by_head(query: fx.Node) -> fx.Node:
             example_value(query).dtype, example_value(operand_of(query)).dtype
         )
         if not (widens or only_splits_heads(query) or operator_name(query) in ("contiguous", "clone")):
-            raise Unreadable("its queries must be [B, Hq, q, D], possibly with rows and heads joined")
+            raise NotAttention("its queries must be [B, Hq, q, D], possibly with rows and heads joined")
         query = required_tensor(query.args[0])
     return query
 
@@ -131,7 +131,7 @@ def output_by_head(product: fx.Node) -> fx.Node:
         return product
     views = [user for user in product.users if has_tag(user, "reshapes") and example_value(user).ndim == 4]
     if len(views) != 1 or len(product.users) != 1 or not same_last_two(views[0]):
-        raise Unreadable("its rows and heads are not split to [B, Hq, q, Dv]")
+        raise NotAttention("its rows and heads are not split to [B, Hq, q, Dv]")
     return views[0]
 
 

@@ -37,7 +37,7 @@ class Rotary:
     raw: fx.Node
     position: fx.Node
 
-    def counts_rows_alike(self, site: AttentionSite) -> bool:
+    def rows_share_positions(self, site: AttentionSite) -> bool:
         """Return whether rows need their own positions but share one vector, as in shape [q, 1].
 
         With one token, [q, 1] looks like [1, q], and [1, q, 1] always looks as if it had rows.  So the first dimension
@@ -83,7 +83,7 @@ def _obstacle(site: AttentionSite, alias_sets: alias.AliasSets) -> str | None:
         return QUERY_ROTATED_BY_OTHERS
     if not rotates_each_token_alone(rotary, site, alias_sets):
         return KEY_ROTATED_BY_OTHERS
-    return ROWS_SHARE_POSITIONS if rotary.counts_rows_alike(site) else None
+    return ROWS_SHARE_POSITIONS if rotary.rows_share_positions(site) else None
 
 
 def rows_come_first(position: fx.Node, rotated: fx.Node, stop: Iterable[fx.Node] = ()) -> bool:
@@ -330,7 +330,7 @@ def _brings_tokens(node: fx.Node) -> bool:
 
 
 def _carries_tokens(nodes: set[fx.Node]) -> bool:
-    """Return whether a node brings in hidden states: attention outputs, embeddings, or inputs of rank 3 and more."""
+    """Return whether a node brings in hidden states: by attention, an embedding, or an input of at least 3 dimensions."""
     for node in nodes:
         if _brings_tokens(node):
             return True

@@ -1,6 +1,6 @@
 """Write the folder of an artifact, which appears when it is complete, and check every file when it is read.
 
-Compiled graphs for a CPU become plain values and files, and back: `code_to_entry`, `code_from_entry`.
+Compiled graphs for a CPU become plain values and files, and back: `code_manifest`, `code_from_manifest`.
 """
 
 from __future__ import annotations
@@ -160,32 +160,32 @@ class ExportFiles:
             self.digests[TENSORS] = sha256_hex(content)
 
 
-def code_to_entry(run: Any, files: ExportFiles) -> dict[str, Any] | None:
-    """Return the manifest entry for compiled code; None if the code cannot be exported."""
-    linked, entries = isinstance(run, LinkedSegments), {}
+def code_manifest(run: Any, files: ExportFiles) -> dict[str, Any] | None:
+    """Return the manifest of compiled code; None if the code cannot be exported."""
+    linked, runs = isinstance(run, LinkedSegments), {}
     for name, segment in (run.runs if linked else {"run_0": run}).items():
         part = exported_code.export_code(segment)
         if part is None:
             return None
-        entries[name] = {
+        runs[name] = {
             "text": files.add(part.text.encode(), ".py"),
             "kernels": {kernel: files.add_library(path) for kernel, path in part.kernels.items()},
             "constants": {constant: files.add_tensor(tensor) for constant, tensor in part.constants.items()},
             "leading": [files.add_tensor(tensor) for tensor in part.leading],
         }
-    return {"source": run.source if linked else WHOLE, "runs": entries}
+    return {"source": run.source if linked else WHOLE, "runs": runs}
 
 
-def code_from_entry(entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> inductor.Compiled:
-    """Return the compiled code that `code_to_entry` has described, from files that have been checked."""
+def code_from_manifest(manifest: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> inductor.Compiled:
+    """Return the compiled code that `code_manifest` has described, from files that have been checked."""
     runs: dict[str, inductor.Boxed] = {}
-    for name, part in entry["runs"].items():
+    for name, part in manifest["runs"].items():
         kernels = {kernel: str(folder / file) for kernel, file in part["kernels"].items()}
         constants = {constant: tensors[key] for constant, key in part["constants"].items()}
         leading = [tensors[key] for key in part["leading"]]
         code = ExportedCode((folder / part["text"]).read_text(encoding="utf-8"), kernels, constants, leading)
         runs[name] = exported_code.import_code(code, str(folder / part["text"]))
-    return LinkedSegments(entry["source"], runs)
+    return LinkedSegments(manifest["source"], runs)
 
 
 def sha256_hex(content: bytes) -> str:

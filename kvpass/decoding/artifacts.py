@@ -30,8 +30,8 @@ from kvpass.backend import Backend
 from kvpass.cache.handle import Handle
 from kvpass.cache.model_cache import caches_in, refresh_handles, usable_caches_in
 from kvpass.decoding import artifact_folder, recording
-from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, code_from_entry, read_manifest, write_folder
-from kvpass.decoding.cache_files import CacheObjectReader, FilePath, policy_of, settings_entry
+from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, code_from_manifest, read_manifest, write_folder
+from kvpass.decoding.cache_files import CacheObjectReader, FilePath, policy_of, settings_json
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.recording import RecordedCall, named_tensors
 from kvpass.decoding.synthetic_conversation import failure, synthetic_tokens, visit_graphs
@@ -125,15 +125,15 @@ def _manifest(
     loop: DecodeLoop, calls: Sequence[RecordedCall], batch: int, code_settings: dict[str, Any], files: ExportFiles
 ) -> dict[str, Any]:
     """Return the manifest of a loop's graphs, and add their code and constants to the files."""
-    graphs = recording.graph_entries(loop.model, calls, files)
+    graphs = recording.graph_manifests(loop.model, calls, files)
     libraries = {name: files.add_library(file) for name, file in generated_code.built_libraries().items()}
     files.write_tensors()
     return dict(
         made_by=_versions_here(),
         processor=_processor_here(),
-        settings=settings_entry(loop.backend),
+        settings=settings_json(loop.backend),
         loop=dict(rows=loop.rows, prefill_chunk=loop.prefill_chunk, batch=batch),
-        model={**_model_entry(loop.model), "code": code_settings},
+        model={**_model_manifest(loop.model), "code": code_settings},
         graphs=graphs,
         libraries=libraries,
     )
@@ -184,7 +184,7 @@ def check_loop_settings(loop: DecodeLoop, wanted: Backend, rows: int | None, pre
     """Raise ArtifactError unless a loaded loop has the settings of a backend and these arguments of `DecodeLoop`."""
     has = {"rows": loop.rows, "prefill_chunk": loop.prefill_chunk}
     wants = {"rows": rows, "prefill_chunk": prefill_chunk}
-    _check_same(settings_entry(loop.backend) | has, settings_entry(wanted) | wants, "is for", "wanted is")
+    _check_same(settings_json(loop.backend) | has, settings_json(wanted) | wants, "is for", "wanted is")
 
 
 class LoadedLoop(DecodeLoop):
@@ -216,7 +216,7 @@ class ExportedCall:
         tensors = tensor_files.library().torch.load_file(folder / TENSORS) if TENSORS in manifest["files"] else {}
         generated_code.use_libraries({name: str(folder / file) for name, file in manifest["libraries"].items()})
         self.shapes, self.code_settings = manifest["model"]["tensors"], manifest["model"]["code"]
-        self.graphs = [ExportedGraph(backend, entry, folder, tensors) for entry in manifest["graphs"]]
+        self.graphs = [ExportedGraph(backend, each, folder, tensors) for each in manifest["graphs"]]
 
     def __call__(
         self,
@@ -239,29 +239,29 @@ class ExportedCall:
         inputs = {"ids": ids, "mask": attention_mask, "positions": position_ids}
         counts = recording.token_counts(layers[0].length if layers else 0, rows, new)
         tensors = dict(named_tensors(self.model))  # which the user may have replaced
-        _check_tensors(self.shapes, _tensor_entries(self.model))
+        _check_tensors(self.shapes, _tensor_manifest(self.model))
         _check_same_model(self.code_settings, _code_settings(self.model))
         arguments = graph.arguments(inputs, counts, tensors)
-        if isinstance(graph.runner, ExportedStep):
-            ran = graph.runner.call(layers, arguments)
-            return types.SimpleNamespace(logits=ran.results[graph.logits], **{name: refresh_handles(before, new)})
-        results = graph.runner(*arguments)
+        if isinstance(graph.executor, ExportedStep):
+            ran = graph.executor.call(layers, arguments)
+            return types.SimpleNamespace(logits=ran.graph_results[graph.logits], **{name: refresh_handles(before, new)})
+        results = graph.executor(*arguments)
         result = graph.cache_object(results, new, self.model)
         return types.SimpleNamespace(logits=results[graph.logits], **{name: result})
 
     def _graph(self, kind: str, rows: int, masked: bool, new: int) -> ExportedGraph:
         """Return the code for a kind of call of `new` tokens in each row."""
         alike = [
-            x for x in self.graphs if (x.entry["kind"], x.entry["rows"], x.entry["masked"]) == (kind, rows, masked)
+            x for x in self.graphs if [x.manifest[name] for name in ("kind", "rows", "masked")] == [kind, rows, masked]
         ]
-        found = next((x for x in alike if x.entry["lengths"][0] <= new <= x.entry["lengths"][1]), None)
+        found = next((x for x in alike if x.manifest["lengths"][0] <= new <= x.manifest["lengths"][1]), None)
         if found is not None:
             return found
         call = f"a {kind} of {rows} row(s){', with a mask' if masked and kind == 'prompt' else ''}"
         if alike:
-            known = " or ".join("{} to {}".format(*x.entry["lengths"]) for x in alike)
+            known = " or ".join("{} to {}".format(*x.manifest["lengths"]) for x in alike)
             raise ArtifactError(f"{call} and {new} token(s): the artifact has code for {known} tokens")
-        known = ", ".join(sorted({str(x.entry["rows"]) for x in self.graphs if x.entry["kind"] == kind}))
+        known = ", ".join(sorted({str(x.manifest["rows"]) for x in self.graphs if x.manifest["kind"] == kind}))
         raise ArtifactError(
             f"{call}: the artifact has code for {known or 'no'} row(s): export with another `batch` or `rows`"
         )
@@ -271,20 +271,22 @@ class ExportedGraph:
     """The code of an artifact for one kind of call.
 
     Attributes:
-        runner: runs the code.
+        executor: runs the code.
         logits: the index of the logits among its results.
     """
 
-    def __init__(self, backend: Any, entry: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        self.entry, self.tensors, self.logits = entry, tensors, entry["logits"]
-        self.runner: ExportedPrompt | ExportedStep
+    def __init__(self, backend: Any, manifest: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.manifest, self.tensors, self.logits = manifest, tensors, manifest["logits"]
+        self.executor: ExportedPrompt | ExportedStep
         try:
-            if entry["kind"] == "prompt":
-                self.runner = ExportedPrompt(backend, entry, code_from_entry(entry["code"], folder, tensors))
+            if manifest["kind"] == "prompt":
+                self.executor = ExportedPrompt(backend, manifest, code_from_manifest(manifest["code"], folder, tensors))
             else:
-                variants = entry["variants"]
-                runs = {compact: (each, code_from_entry(each["code"], folder, tensors)) for compact, each in variants}
-                self.runner = ExportedStep(backend, entry, runs)
+                variants = manifest["variants"]
+                runs = {
+                    compact: (each, code_from_manifest(each["code"], folder, tensors)) for compact, each in variants
+                }
+                self.executor = ExportedStep(backend, manifest, runs)
         except (ImportError, OSError) as error:
             raise ArtifactError(f"a library cannot be loaded: {error}") from error
 
@@ -292,21 +294,21 @@ class ExportedGraph:
         self, inputs: Mapping[str, Tensor | None], counts: Mapping[str, int], module: Mapping[str, Tensor]
     ) -> tuple[Any, ...]:
         """Return the arguments of the graph; None for arguments that nothing reads."""
-        result: list[Any] = [None] * self.entry["count"]
+        result: list[Any] = [None] * self.manifest["count"]
         sources: dict[str, Mapping[str, Any]] = {
             "tensor": module, "input": inputs, "count": counts, "saved": self.tensors,
         }  # fmt: skip
-        for index, argument in self.entry["arguments"].items():
+        for index, argument in self.manifest["arguments"].items():
             ((kind, value),) = argument.items()
             result[int(index)] = value if kind == "value" else sources[kind][value]
         return tuple(result)
 
     def cache_object(self, results: tuple[Any, ...], new: int, model: torch.nn.Module) -> Any:
         """Return the model's cache object after a prompt."""
-        assert isinstance(self.runner, ExportedPrompt)
-        handles = [results[site.keys_out] for site in self.runner.graph.sites]
+        assert isinstance(self.executor, ExportedPrompt)
+        handles = [results[site.keys_out] for site in self.executor.graph.sites]
         layers = [handle.cache for handle in handles if isinstance(handle, Handle)]
-        saved = self.entry["cache"]
+        saved = self.manifest["cache"]
         result = CacheObjectReader(layers, {}, model).decode(saved["object"])
         return refresh_handles(result, new - saved["tokens"])
 
@@ -380,19 +382,19 @@ def _check_processor(saved: Mapping[str, Any]) -> None:
     _check_same({"vectors": saved["vectors"]}, here, "was exported for a processor with", "this one has")
 
 
-def _model_entry(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the model's entry in an artifact's manifest."""
+def _model_manifest(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the model's part of an artifact's manifest."""
     names = recording.tensor_names(model)
     return {
         "class": type(model).__name__,
         "config": model_identity.settings_of(model),
         "methods": model_identity.method_digests(model),
         "weights": {names[id(x)]: model_identity.weight_digest(x) for x in model.parameters()},
-        "tensors": _tensor_entries(model),
+        "tensors": _tensor_manifest(model),
     }
 
 
-def _tensor_entries(model: torch.nn.Module) -> dict[str, str]:
+def _tensor_manifest(model: torch.nn.Module) -> dict[str, str]:
     """Return the properties of each tensor of a model on which compiled code depends, by name."""
     first = recording.tensor_names(model)  # a tied tensor is one argument, and found again by its first name
     return {
@@ -409,7 +411,7 @@ def _check_model(saved: Mapping[str, Any], model: torch.nn.Module) -> None:
     _check_same_model(saved["config"], model_identity.settings_of(model))
     _check_same_model(saved["methods"], model_identity.method_digests(model))
     tensors = dict(named_tensors(model))
-    _check_tensors(saved["tensors"], _tensor_entries(model))
+    _check_tensors(saved["tensors"], _tensor_manifest(model))
     _check_same_model(saved["code"], _code_settings(model))
     others = [name for name, was in saved["weights"].items() if model_identity.weight_digest(tensors[name]) != was]
     if others:
@@ -431,7 +433,7 @@ def _check_same_model(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None
 
 def _check_tensors(saved: Mapping[str, str], here: Mapping[str, str]) -> None:
     """Raise ArtifactError unless the model's tensors have the shapes, strides, dtypes and ties of the export."""
-    wrong = next((name for name, entry in saved.items() if here.get(name) != entry), None)
+    wrong = next((name for name, value in saved.items() if here.get(name) != value), None)
     if wrong is not None:
         has = here.get(wrong, "none")
         raise ArtifactError(f"is for a model whose {wrong} is {saved[wrong]}, and here it is {has}")

@@ -69,7 +69,7 @@ def save_cache(cache: Any, path: FilePath) -> None:
 
 def _write(cache: Any, path: FilePath, loop: DecodeLoop | None) -> None:
     """Write a cache to a file; of `loop`, if it is one, whose calls in other threads wait."""
-    state = loop.work.state if loop is not None and isinstance(loop.work, Conversations) else None
+    state = loop.driver.state if loop is not None and isinstance(loop.driver, Conversations) else None
     if loop is not None and state is None:
         raise CacheHandleError(
             "a DecodeLoop is saved after a prompt, and not while it serves requests (`rows`): save the tokens of each "
@@ -81,14 +81,14 @@ def _write(cache: Any, path: FilePath, loop: DecodeLoop | None) -> None:
         raise CacheHandleError(f"there is no kvpass cache in this {type(cache).__name__}: nothing can be saved")
     tensors: dict[str, Tensor] = {}
     chosen = cast("Backend", layers[0].backend)
-    weights = {tensor for layer in layers for ref in layer.model if (tensor := ref()) is not None}
+    weights = {tensor for layer in layers for ref in layer.model_tensors if (tensor := ref()) is not None}
     header = dict(
         version=VERSION,
-        settings=settings_entry(chosen),
+        settings=settings_json(chosen),
         weights=sorted(digests(weights)),
         config={} if loop is None else settings_of(loop.model),
         object=CacheObjectWriter(layers, chosen, tensors).encode(cache_object, "cache"),
-        layers=[_layer_entry(layer, f"{index}.", tensors) for index, layer in enumerate(layers)],
+        layers=[_layer_header(layer, f"{index}.", tensors) for index, layer in enumerate(layers)],
     )
     if state is not None:
         header["loop"], parts = state.to_saved()
@@ -135,10 +135,10 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
         _check_model(header, model)
         layers = list(_layers_of(header, tensors, chosen, model))
         cache = CacheObjectReader(layers, tensors, model).decode(header["object"])
-        if loop is not None and isinstance(loop.work, Conversations):
+        if loop is not None and isinstance(loop.driver, Conversations):
             parts = {name.removeprefix(_LOOP): x for name, x in tensors.items() if name.startswith(_LOOP)}
             with loop.lock:
-                loop.work.state = LoopState.from_saved(loop, cache, header["loop"], parts)
+                loop.driver.state = LoopState.from_saved(loop, cache, header["loop"], parts)
         return cache
     except KVPassError as error:
         raise CacheFileError(f"{os.fspath(path)}: {error}") from error.__cause__
@@ -161,25 +161,25 @@ def _check_owner(loop: DecodeLoop | None, of_loop: bool) -> None:
 # -- settings and the model --------------------------------------------------------------------------------------------
 
 
-def settings_entry(backend: Backend) -> dict[str, Any]:
-    return {name: getattr(backend, name) for name in CACHE_SETTINGS} | {"policy": policies.to_entry(backend.policy)}
+def settings_json(backend: Backend) -> dict[str, Any]:
+    return {name: getattr(backend, name) for name in CACHE_SETTINGS} | {"policy": policies.to_values(backend.policy)}
 
 
-def _layer_entry(layer: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the entry of a layer, with its policy if that is not the backend's."""
-    policy = None if layer.layout.policy is layer.backend.policy else policies.to_entry(layer.layout.policy)
-    return {**serial.to_entry(layer, prefix, tensors), "policy": policy}
+def _layer_header(layer: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return a layer's part of the header, with its policy if that is not the backend's."""
+    policy = None if layer.layout.policy is layer.backend.policy else policies.to_values(layer.layout.policy)
+    return {**serial.to_header(layer, prefix, tensors), "policy": policy}
 
 
-def policy_of(entry: Any) -> Policy:
-    name, options, *unregistered = entry
+def policy_of(saved: Any) -> Policy:
+    name, options, *unregistered = saved
     if unregistered:
         raise CacheFileError(
             f"it was made under a policy of {unregistered[0]}, not registered: pass the compiled model"
         )
     if any(isinstance(value, dict) for value in options.values()):
         raise CacheFileError(f"it was made under a policy {name!r} with trained weights: pass the compiled model")
-    return policies.from_entry(entry)
+    return policies.from_values(saved)
 
 
 def _backend_for(saved: Mapping[str, Any], compiled: Any) -> Backend:
@@ -188,7 +188,7 @@ def _backend_for(saved: Mapping[str, Any], compiled: Any) -> Backend:
     if not isinstance(own_backend, Backend):
         others: dict[str, Any] = {name: saved[name] for name in CACHE_SETTINGS if name != "policy"}
         return backend(policy_of(saved["policy"]), **others)
-    here = settings_entry(own_backend)
+    here = settings_json(own_backend)
     wrong = [
         f"{name} {saved[name]!r} in the file and {here[name]!r} here" for name in here if saved[name] != here[name]
     ]
@@ -222,16 +222,16 @@ def _check_model(header: Mapping[str, Any], model: torch.nn.Module) -> None:
 def _layers_of(
     header: Mapping[str, Any], tensors: Mapping[str, Tensor], backend: Backend, model: torch.nn.Module
 ) -> Iterator[LayerCache]:
-    entries = header["layers"]
+    saved_layers = header["layers"]
     weights = weak_references(model.parameters())
-    for index, entry in enumerate(entries):
+    for index, saved in enumerate(saved_layers):
         mine = {name.removeprefix(f"{index}."): x for name, x in tensors.items() if name.startswith(f"{index}.")}
-        spec = entry["policy"]
-        layer_policy = backend.policy if spec is None else backend.policy.for_layer(index, len(entries))
-        if spec is not None and policies.to_entry(layer_policy) != spec:
+        spec = saved["policy"]
+        layer_policy = backend.policy if spec is None else backend.policy.for_layer(index, len(saved_layers))
+        if spec is not None and policies.to_values(layer_policy) != spec:
             layer_policy = policy_of(spec)
-        cache = serial.from_entry(entry, mine, backend, layer_policy, model_access.device_of(model))
-        cache.model = weights
+        cache = serial.from_header(saved, mine, backend, layer_policy, model_access.device_of(model))
+        cache.model_tensors = weights
         mark_addresses_static(cache.slots)
         yield cache
 
@@ -248,8 +248,8 @@ class CacheObjectWriter:
 
     def encode(self, value: Any, where: str) -> Any:
         if isinstance(value, Handle):
-            layer = self.index[id(current_cache(value, value.part, self.backend))]
-            return {"handle": [layer, value.part, value.token_dim]}
+            layer = self.index[id(current_cache(value, value.kv, self.backend))]
+            return {"handle": [layer, value.kv, value.token_dim]}
         if isinstance(value, Tensor):
             self.tensors[f"object.{where}"] = value
             return {"tensor": f"object.{where}"}
@@ -298,10 +298,10 @@ class CacheObjectReader:
         }
         return readers[kind](value)
 
-    def _handle(self, layer: int, part: KeyOrValue, token_dim: int = 2) -> Handle:
+    def _handle(self, layer: int, kv: KeyOrValue, token_dim: int = 2) -> Handle:
         if token_dim not in (1, 2):
             raise CacheFileError(f"it has tokens in dimension {token_dim!r}")
-        return Handle.of(self.layers[layer], part, token_dim)
+        return Handle.of(self.layers[layer], kv, token_dim)
 
     def _object(self, name: str, layers: list[Any]) -> Any:
         result = model_access.empty_cache(self.model)

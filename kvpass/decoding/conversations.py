@@ -68,7 +68,7 @@ class Conversations:
         size = self.loop.prefill_chunk
         out = run_to_last(run_chunks(call, ids, whole, before, size, pinned=pinned, on_top=on_top))
         state = LoopState(self.loop, model_access.cache_of_output(out), whole)
-        state.choose(call.logits(out)[:, -1:])
+        state.sample_and_record(call.logits(out)[:, -1:])
         state.unread_count = 1
         self.state, self.prefix = state, None
 
@@ -194,5 +194,5 @@ class LoopState(DecodeState):
         # in one statement, so that an interrupt neither loses nor repeats a token
         self.ready, self.unread_count, self.stopped_on_host, self.all_stopped = ready, 0, over[-1], ended
 
-    def choose(self, logits: Tensor) -> None:
-        self._record(self.loop.sampling.choose(logits[:, -1], self.loop.generator))
+    def sample_and_record(self, logits: Tensor) -> None:
+        self._record(self.loop.sampling.sample(logits[:, -1], self.loop.generator))

@@ -32,8 +32,8 @@ from kvpass.decoding.synthetic_conversation import visit_graphs
 from kvpass.errors import KVPassWarning
 from kvpass.policies.base import Policy
 from kvpass.policies.hashing import PRIME
-from kvpass.runtime.entry import layer_regions
-from kvpass.runtime.entry.compiled_call import CompiledCall
+from kvpass.runtime.calling import layer_regions
+from kvpass.runtime.calling.compiled_call import CompiledCall
 from kvpass.torch_private import dynamo
 
 CAPTURING = ("reduce-overhead", "max-autotune")
@@ -106,8 +106,8 @@ class DecodeLoop:
             model: takes `input_ids`, `cache` or `past_key_values`, and `use_cache`, and `attention_mask` and
                 `position_ids` if prompts are padded; returns an object with logits and the cache under the same name,
                 or both in a tuple.
-                Its decoder layers may get a forward of `runtime.entry.layer_regions` in their `__dict__`, which traces
-                equal layers once in compiled calls and else calls their class's forward; nothing else is changed.
+                Its decoder layers may get a forward of `runtime.calling.layer_regions` in their `__dict__`.  Compiled
+                calls then trace equal layers once, and other calls run the class's forward; nothing else is changed.
             policy: the eviction policy, see `kvpass.backend`.
             temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy.
             stop: tokens that end a conversation; they are handed out, and are in the cache of a later prompt.
@@ -137,7 +137,7 @@ class DecodeLoop:
         self.model_call = ModelCall.of(self.compiled, model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64, device=self.device)
         self.lock, self.rows = threading.RLock(), rows
-        self.work = self._begin()
+        self.driver = self._begin()
         if rows is not None and rows > 1 and not self.takes_positions:
             warnings.warn(ONE_BY_ONE.format(self.model_call.name), KVPassWarning, stacklevel=3)
 
@@ -187,13 +187,13 @@ class DecodeLoop:
         from zero again, so they get the same names and seeds as in a new loop.
         """
         with self.lock:
-            self.work = self._begin()
+            self.driver = self._begin()
 
     @property
     def cache(self) -> Any:
         """The model's current cache object; before the first prompt, the prefix of `branch` or None."""
         with self.lock:
-            return self.work.cache
+            return self.driver.cache
 
     @property
     def past_key_values(self) -> Any:
@@ -295,9 +295,9 @@ class DecodeLoop:
 
     def _conversations(self, instead: str) -> Conversations:
         """Return the conversations of the loop, or raise PolicyError with what a loop of requests does instead."""
-        require(isinstance(self.work, Conversations), "rows", self.rows, f"a loop of requests {instead}")
-        assert isinstance(self.work, Conversations)
-        return self.work
+        require(isinstance(self.driver, Conversations), "rows", self.rows, f"a loop of requests {instead}")
+        assert isinstance(self.driver, Conversations)
+        return self.driver
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -430,6 +430,6 @@ class DecodeLoop:
 
     def _scheduler(self) -> RequestScheduler:
         """Return the requests of the loop, or raise PolicyError for a loop without rows."""
-        require(isinstance(self.work, RequestScheduler), "rows", None, "requests need a loop with a number of rows")
-        assert isinstance(self.work, RequestScheduler)
-        return self.work
+        require(isinstance(self.driver, RequestScheduler), "rows", None, "requests need a loop with a number of rows")
+        assert isinstance(self.driver, RequestScheduler)
+        return self.driver

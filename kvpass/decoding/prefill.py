@@ -22,7 +22,7 @@ from kvpass.decoding.model_call import ModelCall, with_logits
 from kvpass.decoding.prompt_inputs import PaddingMask, Pin, TokenIds, padding_mask, pin_mask
 from kvpass.errors import BudgetError, CacheHandleError
 from kvpass.policies.pinned_tokens import Pins
-from kvpass.runtime.entry.model_arguments import with_dynamic_length
+from kvpass.runtime.calling.model_arguments import with_dynamic_length
 from kvpass.runtime.model_identity import digests
 from kvpass.torch_private import dynamo
 from kvpass.user_budget import Budget
@@ -172,7 +172,9 @@ def prefix_mask(cache: Any, cache_settings: Any, model: torch.nn.Module) -> Tens
     if layer.backend.cache_settings != cache_settings:
         raise CacheHandleError(f"this prefix was made by {layer.backend}: give the loop the same settings")
     own = {id(weight) for weight in model.parameters()}
-    others = {weight for reference in layer.model if (weight := reference()) is not None and id(weight) not in own}
+    others = {
+        weight for reference in layer.model_tensors if (weight := reference()) is not None and id(weight) not in own
+    }
     if others and not digests(others) <= digests(model.parameters()):
         raise CacheHandleError("this prefix was made by other weights than the loop's: make it by the loop's model")
     return _mask_of_seen(layer)

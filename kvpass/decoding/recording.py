@@ -113,16 +113,16 @@ def recording_calls(loop: DecodeLoop) -> Iterator[RecordedModel]:
         loop.model_call = before
 
 
-# -- entries of the manifest -------------------------------------------------------------------------------------------
+# -- manifests of graphs -----------------------------------------------------------------------------------------------
 
 
-def graph_entries(model: torch.nn.Module, calls: Sequence[RecordedCall], files: ExportFiles) -> list[dict[str, Any]]:
-    """Return the entries of the graphs of each kind of call in an artifact's manifest."""
+def graph_manifests(model: torch.nn.Module, calls: Sequence[RecordedCall], files: ExportFiles) -> list[dict[str, Any]]:
+    """Return the manifests of the graphs of each kind of call."""
     by_kind: dict[Any, list[RecordedCall]] = {}
     for call in calls:
         by_kind.setdefault(call.kind, []).append(call)
     writer = _GraphWriter(tensor_names(model), files)
-    return [entry for kind, of_kind in by_kind.items() for entry in writer.entries(kind, of_kind)]
+    return [each for kind, alike in by_kind.items() for each in writer.manifests(kind, alike)]
 
 
 def tensor_names(model: torch.nn.Module) -> dict[int, str]:
@@ -141,47 +141,49 @@ class _GraphWriter:
     def __init__(self, names: Mapping[int, str], files: ExportFiles) -> None:
         self.names, self.files = names, files
 
-    def entries(self, kind: tuple[str, int, bool], calls: Sequence[RecordedCall]) -> list[dict[str, Any]]:
-        """Return the entries of one kind of call, for the graph of the last call.
+    def manifests(self, kind: tuple[str, int, bool], calls: Sequence[RecordedCall]) -> list[dict[str, Any]]:
+        """Return the manifests of one kind of call, for the graph of the last call.
 
-        If the policy's code for a chunk depends on its length, there is one entry for each length.
+        If the policy's code for a chunk depends on its length, there is one for each length.
         """
-        alike = [call for call in calls if call.result.runner is calls[-1].result.runner]
+        alike = [call for call in calls if call.result.executor is calls[-1].result.executor]
         by_code = {id(code): call for call in alike if (code := _code_of_chunk(call)) is not None}
-        return [self._entry(kind, last, alike) for last in by_code.values() or alike[-1:]]
+        return [self._manifest(kind, last, alike) for last in by_code.values() or alike[-1:]]
 
-    def _entry(self, kind: tuple[str, int, bool], last: RecordedCall, alike: Sequence[RecordedCall]) -> dict[str, Any]:
+    def _manifest(
+        self, kind: tuple[str, int, bool], last: RecordedCall, alike: Sequence[RecordedCall]
+    ) -> dict[str, Any]:
         ids = next((i for i, x in enumerate(last.result.arguments) if x is last.inputs["ids"]), None)
         if ids is None:
             raise UnsupportedGraph(UNUSED_IDS)
         if kind[0] == "prompt" and len({call.counts["new"] for call in alike}) == 1:
             raise UnsupportedGraph(ONE_LENGTH)
-        entry, read = self._prompt(last, ids) if kind[0] == "prompt" else self._step(last, alike, ids)
-        logits = None if last.logits is None else index_of_tensor(last.result.results, last.logits)
+        manifest, read = self._prompt(last, ids) if kind[0] == "prompt" else self._step(last, alike, ids)
+        logits = None if last.logits is None else index_of_tensor(_results(last.result), last.logits)
         if logits is None:
             raise UnsupportedGraph(OUTSIDE_LOGITS)
         arguments = {str(index): self._argument(index, alike) for index in sorted(read)}
         common = dict(kind=kind[0], rows=kind[1], masked=kind[2], logits=logits, arguments=arguments)
-        return {**common, "count": len(last.result.arguments), **entry}
+        return {**common, "count": len(last.result.arguments), **manifest}
 
     def _prompt(self, last: RecordedCall, ids: int) -> tuple[dict[str, Any], set[int]]:
         result = last.result
         assert isinstance(result, prompts.PromptResult)
-        runner = result.runner
+        runner = result.executor
         assert isinstance(runner, prompts.PromptRunner)
-        entry, code = exported_graphs.prompt_entry(runner), runner.code.compiled
+        manifest, code = exported_graphs.prompt_manifest(runner), runner.code.compiled
         most = exported_graphs.longest_prompt(runner, result.arguments, ids)
         needed = set(code.reads if isinstance(code, LinkedSegments) else range(len(result.arguments)))
-        needed |= {*entry["module_inputs"], *(index for indices in entry["key_projections"] for index in indices)}
+        needed |= {*manifest["module_inputs"], *(index for indices in manifest["key_projections"] for index in indices)}
         of_object = {"object": last.cache, "tokens": last.inputs["ids"].shape[1]}
-        return {**entry, "code": self._code(code), "lengths": [2, most], "cache": of_object}, needed
+        return {**manifest, "code": self._code(code), "lengths": [2, most], "cache": of_object}, needed
 
     def _step(self, last: RecordedCall, alike: Sequence[RecordedCall], ids: int) -> tuple[dict[str, Any], set[int]]:
         result, variants = last.result, {}
         assert isinstance(result, step_execution.StepResult)
-        runner = result.runner
+        runner = result.executor
         assert isinstance(runner, steps.StepRunner)
-        entry = exported_graphs.step_entry(runner, result, ids)
+        manifest = exported_graphs.step_manifest(runner, result, ids)
         chunk = result.signature.query_len > 1
         lengths = exported_graphs.chunk_length_range(runner, result, ids) if chunk else (1, 1)
         for each in [result] if chunk else [call.result for call in alike]:
@@ -189,21 +191,25 @@ class _GraphWriter:
             assert each.variant is not None
             if each.inputs.compact not in variants:
                 code = self._code(each.variant.code.compiled)
-                variants[each.inputs.compact] = {**exported_graphs.variant_entry(each.signature), "code": code}
-        read = {ids, *entry["counters"], *(index for indices in entry["padding_inputs"] for index in indices)}
+                variants[each.inputs.compact] = {**exported_graphs.variant_manifest(each.signature), "code": code}
+        read = {ids, *manifest["counters"], *(index for indices in manifest["padding_inputs"] for index in indices)}
         read |= {index for each in variants.values() for index in (*each["inputs"], *each["columns"])}
-        return {**entry, "lengths": lengths, "variants": [[compact, each] for compact, each in variants.items()]}, read
+        return {
+            **manifest,
+            "lengths": lengths,
+            "variants": [[compact, each] for compact, each in variants.items()],
+        }, read
 
     def _code(self, run: Any) -> dict[str, Any]:
-        entry = artifact_folder.code_to_entry(run, self.files)
-        if entry is None:
+        manifest = artifact_folder.code_manifest(run, self.files)
+        if manifest is None:
             newer = versions.untested_version("torch")
             raise UnsupportedGraph(
                 "this model cannot be exported: Inductor's code for it needs more than its kernels; pass "
                 "inner='inductor' without a mode and without options"
                 + (f" (or torch {newer}, which is newer than the tested versions, writes other code)" if newer else "")
             )
-        return entry
+        return manifest
 
     def _argument(self, index: int, calls: Sequence[RecordedCall]) -> dict[str, Any]:
         """Return where a later call finds one of Dynamo's arguments; the rule must hold for all recorded calls."""
@@ -239,6 +245,11 @@ class _GraphWriter:
             f"this model cannot be exported: argument {index} of its graph, {kinds}, is neither a tensor of the model, "
             "nor passed to it, nor a constant; make it a buffer of the model"
         )
+
+
+def _results(result: prompts.PromptResult | step_execution.StepResult) -> Sequence[Any]:
+    """Return the results of the code that an artifact has: of a prompt Dynamo's, of a step the rewritten graph's."""
+    return result.dynamo_results if isinstance(result, prompts.PromptResult) else result.graph_results
 
 
 def _code_of_chunk(call: RecordedCall) -> Any:

@@ -85,7 +85,7 @@ class RequestBatch(DecodeState):
         for layer, one in zip(self.caches, caches, strict=True):
             _write_row(layer, row, one)
         self.sampling.set_row(row, request.sampling)
-        first = int(self.sampling.of_row(row).choose(logits, torch.zeros(1, dtype=torch.int64, device=logits.device)))
+        first = int(self.sampling.of_row(row).sample(logits, torch.zeros(1, dtype=torch.int64, device=logits.device)))
         ended = first in request.stop or request.max_new_tokens == 1
         self.ids[row], self.position[row] = first, length - ended
         self.generated[row], self.max_new_tokens[row] = 1, request.max_new_tokens
@@ -95,7 +95,7 @@ class RequestBatch(DecodeState):
 
     def cached_tokens(self, row: int) -> float:
         """Return how many tokens are in a row's slots, the mean over layers and heads."""
-        cached = [[(part.position[row] >= 0).sum() for part in layer.slots.by_class] for layer in self.caches]
+        cached = [[(each.position[row] >= 0).sum() for each in layer.slots.by_class] for layer in self.caches]
         counts = [
             torch.stack(parts).sum() / x.layout.metadata_heads for x, parts in zip(self.caches, cached, strict=True)
         ]
@@ -179,9 +179,9 @@ class RequestBatch(DecodeState):
         """Return bool [R], true where a token is a stop token of its row, or its last one."""
         return (tokens[:, None] == self.stops).any(-1) | (self.generated >= self.max_new_tokens)
 
-    def choose(self, logits: Tensor) -> None:
+    def sample_and_record(self, logits: Tensor) -> None:
         """Sample the next tokens from logits [R, 1, vocabulary] and advance the state, all on the device."""
-        drawn = self.sampling.choose(logits[:, -1], self.generated)
+        drawn = self.sampling.sample(logits[:, -1], self.generated)
         self.generated.add_(~self.stopped)
         self._record(drawn)
 
@@ -238,10 +238,10 @@ def _with_rows(one: LayerCache, rows: int) -> LayerCache:
 
 def _pad_left(slots: AnySlots, shift: int) -> None:
     """Add `shift` tokens of padding to the left of all rows; remove as many if it is negative."""
-    for part in slots.by_class:
-        part.index.copy_(torch.where(part.position >= 0, (part.index + shift).clamp(min=0), part.index))
-        part.length.add_(shift)
-        part.seen.clamp_(max=part.length)  # of a free row, which may have seen more tokens than the rows in use
+    for each in slots.by_class:
+        each.index.copy_(torch.where(each.position >= 0, (each.index + shift).clamp(min=0), each.index))
+        each.length.add_(shift)
+        each.seen.clamp_(max=each.length)  # of a free row, which may have seen more tokens than the rows in use
 
 
 def _row_of(layer: LayerCache, row: int, length: int) -> LayerCache:

@@ -38,7 +38,7 @@ class Sampling:
         """Return a new generator with the seed."""
         return torch.Generator(device).manual_seed(self.seed)
 
-    def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+    def sample(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         """Return the next tokens, int64 [B], from logits [B, vocabulary]."""
         if self.temperature < 1e-30:
             return logits.argmax(-1)
@@ -119,7 +119,7 @@ class RowSampling:
         """True if any row has top_k or top_p."""
         return any(row.top_k is not None or row.top_p is not None for row in self.rows)
 
-    def choose(self, logits: Tensor, generated: Tensor) -> Tensor:
+    def sample(self, logits: Tensor, generated: Tensor) -> Tensor:
         """Return the next tokens, int64 [R], from logits [R, vocabulary]; `generated` counts each row's."""
         likeliest = logits.argmax(-1)
         if not self.draws:

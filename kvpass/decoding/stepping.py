@@ -27,7 +27,7 @@ from kvpass.errors import CacheHandleError, KVPassWarning, UnsupportedGraph
 from kvpass.runtime import cache_changes, clocks
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.call_context import collect_runs
-from kvpass.runtime.entry.model_arguments import with_dynamic_length
+from kvpass.runtime.calling.model_arguments import with_dynamic_length
 from kvpass.runtime.step_execution import StepExecutor, StepInputs, StepKey, StepResult, step_key
 from kvpass.torch_private import dynamo, tensors
 from kvpass.torch_private.operators import autocast_state
@@ -190,7 +190,7 @@ class DecodeState(abc.ABC):
         """Return the padding mask of the tokens that the cache has seen, [B, tokens seen]."""
 
     @abc.abstractmethod
-    def choose(self, logits: Tensor) -> None:
+    def sample_and_record(self, logits: Tensor) -> None:
         """Sample the next tokens from logits [B, 1, vocabulary] and advance the state, all on the device."""
 
     @abc.abstractmethod
@@ -264,7 +264,7 @@ class DecodeState(abc.ABC):
         # The model's code sets attributes, its own attributes or its cache's, so it has to run at every step.
         if self.loop.fingerprint.has_changed() or self._other_counts() != counts:
             self.step.invalidate()
-        self.choose(logits)
+        self.sample_and_record(logits)
 
     def _other_counts(self) -> list[dict[str, int]]:
         """Return the integers in the model's cache object that repeated steps would leave as they are."""
@@ -300,7 +300,7 @@ class DecodeState(abc.ABC):
 class AdoptedStep:
     """The last step through the model, with the arguments of the step that ran last."""
 
-    runner: StepExecutor
+    executor: StepExecutor
     inputs: StepInputs
     arguments: tuple[Any, ...]
     mask: Tensor
@@ -311,7 +311,7 @@ class AdoptedStep:
 
     def arguments_after(self, by: int) -> tuple[Any, ...]:
         """Return the arguments as they would be `by` tokens later."""
-        return self.runner.arguments_after(self.inputs.caches, self.arguments, by)
+        return self.executor.arguments_after(self.inputs.caches, self.arguments, by)
 
 
 class RepeatedStep:
@@ -342,23 +342,23 @@ class RepeatedStep:
         Args:
             expected: the result of `next_arguments` before the step.
         """
-        is_repeatable = self.adopted is not None and result.runner is self.adopted.runner
+        is_repeatable = self.adopted is not None and result.executor is self.adopted.executor
         changed = self._changed_arguments(result, expected, mask) if is_repeatable else []
         if changed:
             warnings.warn(COMPUTED_OUTSIDE.format(short_text(changed[0])), KVPassWarning, stacklevel=2)
         if changed or not is_repeatable:
             self.invalidate()
-        index = index_of_tensor(result.results, logits)
+        index = index_of_tensor(result.graph_results, logits)
         if index is None:
             raise UnsupportedGraph(NO_LOGITS)
         self.adopted = AdoptedStep(
-            runner=result.runner,
+            executor=result.executor,
             inputs=result.inputs,
             arguments=result.arguments,
             mask=mask,
             logits_index=index,
             length_before=result.length_before,
-            holds_after=result.runner.holds_after(result),
+            holds_after=result.executor.holds_after(result),
             is_repeatable=is_repeatable and not changed,
         )
         if any(key.hooks != result.key.hooks for key in self.slots_by_key):  # their keys never occur again
@@ -370,7 +370,7 @@ class RepeatedStep:
 
         Caches and tensors of the loop follow by themselves, and so do numbers that are sizes and do not count tokens.
         """
-        of_loop, counters = (self.state.ids, self.state.position, mask), result.runner.counters
+        of_loop, counters = (self.state.ids, self.state.position, mask), result.executor.counters
         changed = []
         for index, (argument, wanted) in enumerate(zip(result.arguments, expected, strict=True)):
             if not isinstance(argument, Tensor):
@@ -419,12 +419,12 @@ class RepeatedStep:
         """Run the device work of a step."""
         self.state.mark_new_tokens(step.mask)
         step.arguments = step.arguments_after(1)
-        compact, ticked = step.runner.next_clocks(step.inputs.caches, step.arguments)
+        compact, ticked = step.executor.next_clocks(step.inputs.caches, step.arguments)
         if (key, compact) not in self.callables:
             inputs = dataclasses.replace(step.inputs, arguments=step.arguments, compact=compact)
-            self.callables[key, compact] = step.runner.bind_fast_step(inputs)
+            self.callables[key, compact] = step.executor.bind_step(inputs)
         results = self.callables[key, compact](step.arguments, ticked)
-        self.state.choose(results[step.logits_index])
+        self.state.sample_and_record(results[step.logits_index])
 
     def _replay(self, step: AdoptedStep, key: StepKey) -> None:
         graph_key, caches = (key, self.state.variant), step.inputs.caches

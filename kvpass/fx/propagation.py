@@ -308,11 +308,11 @@ def _among_subscripts(node: fx.Node, index: fx.Node, dim: int) -> int | None:
     tensors = [i for i, part in enumerate(parts) if is_tensor(part)]
     if any(example_value(parts[i]).dtype == torch.bool for i in tensors):
         return None
-    rank = int(max(example_value(parts[i]).ndim for i in tensors))
+    ndim = int(max(example_value(parts[i]).ndim for i in tensors))
     together = tensors == list(range(tensors[0], tensors[-1] + 1))
     base = example_value(node.args[0]).ndim  # type: ignore[arg-type]
     named = sum(part is not None and part is not Ellipsis for part in parts)
     before = 0
     for part in itertools.takewhile(lambda p: not is_tensor(p), parts):
         before += base - named if part is Ellipsis else 0 if isinstance(part, int) else 1
-    return int((before if together else 0) + rank - example_value(index).ndim + dim)
+    return int((before if together else 0) + ndim - example_value(index).ndim + dim)

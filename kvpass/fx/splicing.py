@@ -79,7 +79,7 @@ def cut(
     env: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in replaced}
     bound: list[fx.Node] = []
 
-    def index(node: fx.Node) -> None:
+    def copy_in(node: fx.Node) -> None:
         if node in env:
             return
         number = resolve(node) if is_size(node) else None
@@ -90,13 +90,13 @@ def cut(
             bound.append(node)
         else:
             for parent in node.all_input_nodes:
-                index(parent)
+                copy_in(parent)
             env[node] = graph.node_copy(node, lambda parent: env[parent])
 
     for node in sorted(moving):  # in the order of the graph, as some of the nodes write in place
-        index(node)
+        copy_in(node)
     for result in results:
-        index(result)
+        copy_in(result)
     output_nodes = tuple(env[result] for result in results)
     graph.output(output_nodes[0] if unpack else output_nodes)
     put_first(graph, placeholders(graph))

@@ -165,11 +165,11 @@ def _value(text: str) -> object:
         return text
 
 
-def to_entry(policy: Policy) -> list[Any]:
-    """Return the name and the options of a policy as plain JSON; `from_entry` is the inverse.
+def to_values(policy: Policy) -> list[Any]:
+    """Return the name and the options of a policy as plain values, for JSON; `from_values` is the inverse.
 
     Options are text, numbers, or tuples of these.  Trained weights are named by their digest.  A class that is not
-    registered is named in addition.  `from_entry` refuses both.
+    registered is named in addition.  `from_values` refuses both.
     """
     options = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     for name in ("interval", "spans"):
@@ -178,17 +178,17 @@ def to_entry(policy: Policy) -> list[Any]:
     plain = {name: {"digest": x.digest} if hasattr(x, "digest") else x for name, x in options.items()}
     cls = type(policy)
     unregistered = [] if has_registered_class(policy) else [f"{cls.__module__}.{cls.__qualname__}"]
-    entry: list[Any] = json.loads(json.dumps([policy.name, plain, *unregistered]))
-    return entry
+    result: list[Any] = json.loads(json.dumps([policy.name, plain, *unregistered]))
+    return result
 
 
-def from_entry(entry: Any) -> Policy:
-    """Return the policy of an entry that `to_entry` made.
+def from_values(saved: Any) -> Policy:
+    """Return the policy that `to_values` described.
 
     Raises:
         PolicyError: as from `resolve`, or a class that was not registered.
     """
-    name, options, *unregistered = entry
+    name, options, *unregistered = saved
     if unregistered:
         raise PolicyError(f"policy {name!r} is of {unregistered[0]}, which is not registered")
     return resolve(name, {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
@@ -196,9 +196,9 @@ def from_entry(entry: Any) -> Policy:
 
 def to_json(policy: Policy) -> str:
     """Return a policy as JSON text, for operators, which take no objects; `from_json` is the inverse."""
-    return json.dumps(to_entry(policy), sort_keys=True)
+    return json.dumps(to_values(policy), sort_keys=True)
 
 
 def from_json(text: str) -> Policy:
     """Return the policy of a text that `to_json` made."""
-    return from_entry(json.loads(text))
+    return from_values(json.loads(text))

@@ -229,7 +229,7 @@ class _KeyCutter:
 
     def cut(self, mask: fx.Node) -> Subgraph:
         self.graph.output(self.copy(mask))
-        axis = self.axes.follow(mask).axis
+        axis = self.axes.dependence_of(mask).axis
         if axis is not None and axis != example_value(mask).ndim - 1:
             walk.refuse(mask, "the keys are not the mask's last dimension")
         inputs = [*self.padding, *(entry.node for entry in self.entries), *self.key_features, *self.bound]
@@ -247,7 +247,7 @@ class _KeyCutter:
             return 1 if self._counts_keys(node) else self._number_or_bound(node)
         if isinstance(example_value(node), torch.Size):
             return tuple(self._size(node, size) for size in example_value(node))
-        keys = self.axes.follow(node)
+        keys = self.axes.dependence_of(node)
         if op_table.operator_name(node) == "cumsum" and self._counts_valid(node):
             return self._index_in(example_value(node).dtype, self.count)
         if keys.dependence == "independent":
@@ -324,7 +324,7 @@ class _KeyCutter:
 
     def _copy_per_key(self, node: fx.Node, by_own_index: bool) -> fx.Node:
         base, is_item = node.args[0], op_table.operator_name(node) == "getitem"
-        if is_item and isinstance(base, fx.Node) and self.axes.follow(base).dependence == "padded":
+        if is_item and isinstance(base, fx.Node) and self.axes.dependence_of(base).dependence == "padded":
             return self._padded_lookup(node)
         for parent in node.all_input_nodes:
             if self._has_key_count(parent) and not op_table.uses_only_as_size(node, parent):

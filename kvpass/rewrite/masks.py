@@ -35,7 +35,7 @@ class Masks:
         if window is None and not context.sizes.growing_dims(example_value(site.mask)):
             return ColumnMask([site.mask], context.query_len)
         padding = tuple(
-            node for node in context.padding_inputs.by_layer[layer] if node in context.padding_inputs.unchanged
+            node for node in context.padding_inputs.by_layer[layer] if node in context.padding_inputs.ones_for_cached
         )
         above = walk.ancestors(site.mask)
         key = site.mask, padding, window, *(node for node in (site.grown_key, site.grown_value) if node in above)

@@ -29,16 +29,16 @@ class PaddingInputs:
 
     Attributes:
         by_layer: for each layer, the inputs that mark padding in all masks on its cache.
-        unchanged: the inputs whose entries are 1 for every cached token in this call.
+        ones_for_cached: the inputs whose entries are 1 for every cached token in this call.
     """
 
     by_layer: tuple[tuple[fx.Node, ...], ...]
-    unchanged: frozenset[fx.Node]
+    ones_for_cached: frozenset[fx.Node]
 
     def in_copy(self, copy_of: dict[fx.Node, fx.Node]) -> PaddingInputs:
         """Return the inputs in a copy of the graph; `copy_of` maps each node to its copy."""
         by_layer = tuple(tuple(copy_of[node] for node in nodes) for nodes in self.by_layer)
-        return PaddingInputs(by_layer, frozenset(copy_of[node] for node in self.unchanged))
+        return PaddingInputs(by_layer, frozenset(copy_of[node] for node in self.ones_for_cached))
 
 
 @dataclasses.dataclass(frozen=True)

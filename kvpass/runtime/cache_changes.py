@@ -19,7 +19,7 @@ from kvpass.user_budget import slots_for
 
 def mark_addresses_static(slots: AnySlots) -> None:
     for tensor in slots.tensors():
-        dynamo.mark_in_place(tensor)
+        dynamo.mark_static_address(tensor)
 
 
 def grow_for(caches: list[LayerCache], query_len: int) -> None:

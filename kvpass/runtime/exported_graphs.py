@@ -36,17 +36,17 @@ MAX_CHUNK_TOKENS = 1 << 13
 class ExportedPrompt(PromptExecutor):
     """A runner of prompts on exported code."""
 
-    def __init__(self, backend: BackendBase, entry: Mapping[str, Any], run: inductor.Compiled) -> None:
-        """Take an entry of `prompt_entry`, and its code."""
-        count = len(entry["sites"])
+    def __init__(self, backend: BackendBase, manifest: Mapping[str, Any], run: inductor.Compiled) -> None:
+        """Take a manifest of `prompt_manifest`, and its code."""
+        count = len(manifest["sites"])
         graph = PromptGraphFacts(
-            sites=[SiteFacts(**site) for site in entry["sites"]],
+            sites=[SiteFacts(**site) for site in manifest["sites"]],
             policies=policies_by_layer(backend.policy, count),
-            stores_unrotated_keys=entry["stores_unrotated_keys"],
-            layers=[LayerOutputs(**each, operands=None) for each in entry["results"]],
-            outputs=entry["outputs"],
-            module_inputs=entry["module_inputs"],
-            key_projections=[tuple(indices) for indices in entry["key_projections"]],
+            stores_unrotated_keys=manifest["stores_unrotated_keys"],
+            layers=[LayerOutputs(**each, operands=None) for each in manifest["results"]],
+            outputs=manifest["outputs"],
+            module_inputs=manifest["module_inputs"],
+            key_projections=[tuple(indices) for indices in manifest["key_projections"]],
             output_projections=[None] * count,
         )
         super().__init__(backend, graph)
@@ -56,8 +56,8 @@ class ExportedPrompt(PromptExecutor):
         return self.run
 
 
-def prompt_entry(runner: PromptRunner) -> dict[str, Any]:
-    """Return the manifest's entry for a prompt graph, or refuse a prompt that needs its graph."""
+def prompt_manifest(runner: PromptRunner) -> dict[str, Any]:
+    """Return the manifest of a prompt graph, or refuse a prompt that needs its graph."""
     graph = runner.graph
     _refuse(
         {
@@ -98,12 +98,12 @@ class ExportedStep(StepExecutor):
     """A runner of steps of one token, or of chunks, on exported code for up to `max_length` earlier tokens."""
 
     def __init__(
-        self, backend: BackendBase, entry: Mapping[str, Any], runs: Mapping[bool, tuple[Mapping[str, Any], Any]]
+        self, backend: BackendBase, manifest: Mapping[str, Any], runs: Mapping[bool, tuple[Mapping[str, Any], Any]]
     ) -> None:
-        """Take an entry of `step_entry`; `runs` has entries of variants and their code, by whether they compact."""
-        padding = PaddingTracker([tuple(indices) for indices in entry["padding_inputs"]])
-        super().__init__(backend, [SiteFacts(**site) for site in entry["sites"]], entry["counters"], padding)
-        self.max_length, self.layouts, self._ids_index = entry["max_length"], entry["layouts"], entry["ids"]
+        """Take a manifest of `step_manifest`; `runs` has each variant's manifest and code, by whether it compacts."""
+        padding = PaddingTracker([tuple(indices) for indices in manifest["padding_inputs"]])
+        super().__init__(backend, [SiteFacts(**site) for site in manifest["sites"]], manifest["counters"], padding)
+        self.max_length, self.layouts, self._ids_index = manifest["max_length"], manifest["layouts"], manifest["ids"]
         fields = {compact: {name: variant[name] for name in _VARIANT_FIELDS} for compact, (variant, _) in runs.items()}
         self.variants_by_compact = {compact: (fields[compact], run) for compact, (_, run) in runs.items()}
 
@@ -111,9 +111,9 @@ class ExportedStep(StepExecutor):
         """Run new tokens on caches, and publish the result to the `DecodeLoop` that called."""
         query_len = self.query_len(arguments)
         grow_for(caches, query_len)
-        entries = layout_entries(caches)
-        if entries != self.layouts:
-            needed, exported = _describe_difference(entries, self.layouts), _describe_difference(self.layouts, entries)
+        layouts = layout_manifests(caches)
+        if layouts != self.layouts:
+            needed, exported = _describe_difference(layouts, self.layouts), _describe_difference(self.layouts, layouts)
             raise ArtifactError(
                 f"this prompt needs slots of {needed}, and the artifact was exported for {exported}: run it by a "
                 "DecodeLoop that compiles"
@@ -140,8 +140,8 @@ class ExportedStep(StepExecutor):
             raise ArtifactError(
                 f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that compiles"
             )
-        entry, run = variant
-        signature = StepSignature(**entry, query_len=self.query_len(inputs.arguments))
+        manifest, run = variant
+        signature = StepSignature(**manifest, query_len=self.query_len(inputs.arguments))
         flat = signature.flat_arguments(
             [cache.slots for cache in inputs.caches], inputs.arguments, HostValues(), length
         )
@@ -152,8 +152,8 @@ _VARIANT_FIELDS = ("inputs", "dynamic_stride_inputs", "columns", "admitted_outpu
 """The fields of a `StepSignature` that a manifest has; others are refused, or belong to a call."""
 
 
-def variant_entry(signature: StepSignature) -> dict[str, Any]:
-    """Return the entry of a step's code in an artifact's manifest, or refuse to export it."""
+def variant_manifest(signature: StepSignature) -> dict[str, Any]:
+    """Return the manifest of a step's code, or refuse to export it."""
     _refuse(
         {
             "a policy with trained weights": bool(signature.policy_weights),
@@ -174,8 +174,8 @@ def check_layouts(caches: Sequence[LayerCache]) -> None:
     )
 
 
-def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[str, Any]:
-    """Return an artifact's entry for a step graph that has run; `ids_index` is the index of the token ids."""
+def step_manifest(runner: StepRunner, result: StepResult, ids_index: int) -> dict[str, Any]:
+    """Return the manifest of a step graph that has run; `ids_index` is the index of the token ids."""
     before, holds = result.length_before, runner.holds_after(result)
     return dict(
         sites=[vars(site.facts) for site in runner.sites],
@@ -183,7 +183,7 @@ def step_entry(runner: StepRunner, result: StepResult, ids_index: int) -> dict[s
         counters=list(runner.counters),
         max_length=before + _largest(holds, MAX_EXPORTED_TOKENS - before),
         ids=ids_index,
-        layouts=layout_entries(result.caches),
+        layouts=layout_manifests(result.caches),
     )
 
 
@@ -208,8 +208,8 @@ def chunk_length_range(runner: StepRunner, result: StepResult, ids_index: int) -
     return least, query_len + _largest(lambda more: serves(query_len + more), MAX_CHUNK_TOKENS - query_len)
 
 
-def layout_entries(caches: list[LayerCache]) -> list[dict[str, Any]]:
-    """Return the sizes of the layers' slots, one entry for each kind of layer."""
+def layout_manifests(caches: list[LayerCache]) -> list[dict[str, Any]]:
+    """Return the sizes of the layers' slots, one for each kind of layer."""
     names = ("budget", "batch", "heads", "key_dim", "value_dim", "stores_unrotated_keys", "row_budgets", "pins")
     result = [
         {name: getattr(cache.layout, name) for name in names} | {"slots": cache.slots.capacity} for cache in caches
@@ -218,9 +218,9 @@ def layout_entries(caches: list[LayerCache]) -> list[dict[str, Any]]:
 
 
 def _describe_difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
-    """Describe the fields of the first entry that differ in the other."""
-    entry, other_entry = one[0], other[0]
-    changed = [f"{name} {value}" for name, value in entry.items() if other_entry.get(name) != value]
+    """Describe the fields of the first layer that differ in the other."""
+    layout, other_layout = one[0], other[0]
+    changed = [f"{name} {value}" for name, value in layout.items() if other_layout.get(name) != value]
     return ", ".join(changed) or "several kinds"
 
 

@@ -72,10 +72,10 @@ class KVStore:
         layout, policy = cache.layout, cache.layout.policy
         key, value, valid, *others = results
         by_class, statistics_operands = split_by_class(layout, others), list[StatisticsOperands]()
-        for part, class_results in zip(layout.by_class, by_class, strict=True):
+        for class_layout, class_results in zip(layout.by_class, by_class, strict=True):
             operands = class_results[len(policy.statistics) :]
             if operands:  # query, keys, mask and sink, see `cache.chunk_step.chunk_step`
-                statistics_operands.append(chunk_operands(part, site.scale, site.cap, *operands))
+                statistics_operands.append(chunk_operands(class_layout, site.scale, site.cap, *operands))
         attention = attention_of_chunk(layout, by_class, valid)
         pins = call_pins() if policy is cache.backend.policy else None
         chunk = TokensToAdmit(

@@ -52,13 +52,13 @@ class PaddingTracker:
             if cache.absent.shape[1] and not indices:
                 walk.refuse(site.call, HIDDEN_BEFORE)
 
-    def unchanged_inputs(self, caches: list[LayerCache], arguments: tuple[Any, ...], query_len: int) -> frozenset[int]:
-        """Return the argument indices of the padding inputs that agree with their earlier values for all cached tokens.
+    def ones_for_cached(self, caches: list[LayerCache], arguments: tuple[Any, ...], query_len: int) -> frozenset[int]:
+        """Return the argument indices of the padding inputs that are 1 for every cached token, as in earlier calls.
 
         The inputs of one cache are compared together, because one of them may show a token that another one hides.
 
-        The rewritten graph assumes that these inputs are 1 for every cached token; of other inputs, it reads the entry
-        of each slot.  On a GPU the host does not wait for the comparison: if it fails, a later step raises the error.
+        The rewritten graph relies on these ones; of other inputs, it reads the entry of each slot.  On a GPU the host
+        does not wait for the comparison: if it fails, a later step raises the error.
 
         Raises:
             CacheHandleError: the mask shows a token that was left out of the cache as padding.
@@ -77,10 +77,10 @@ class PaddingTracker:
                 changed.update(indices)
         return frozenset(index for indices in self.inputs for index in indices) - changed
 
-    def as_padding_inputs(self, unchanged_inputs: frozenset[int], placeholders: Sequence[fx.Node]) -> PaddingInputs:
-        """Return the inputs for a rewrite, as nodes; by the results of `unchanged_inputs`."""
+    def as_padding_inputs(self, ones_for_cached: frozenset[int], placeholders: Sequence[fx.Node]) -> PaddingInputs:
+        """Return the inputs for a rewrite, as nodes; from the result of `ones_for_cached`."""
         by_layer = tuple(tuple(placeholders[index] for index in indices) for indices in self.inputs)
-        return PaddingInputs(by_layer, frozenset(placeholders[index] for index in unchanged_inputs))
+        return PaddingInputs(by_layer, frozenset(placeholders[index] for index in ones_for_cached))
 
     def valid_tokens(self, layer: int, cache: LayerCache, arguments: tuple[Any, ...], query_len: int) -> Tensor:
         """Return bool [B, q] for a layer, False for padding among the new tokens."""

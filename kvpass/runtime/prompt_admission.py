@@ -76,7 +76,7 @@ class PendingPrompt:
     notes: tuple[str, ...]
     first_ids: Tensor | None
     rotated_key: Tensor | None
-    model: model_identity.WeightRefs
+    model_tensors: model_identity.WeightRefs
     layers: list[PromptLayer]
     new: int
     _shorter: dict[int, list[LayerCache]] = dataclasses.field(default_factory=dict, init=False)
@@ -197,7 +197,7 @@ class PendingPrompt:
             layout,
             slots,
             length=count,
-            heads=layer.heads,
+            model_heads=layer.heads,
             window=layer.site.window,
             row_budgets=row_budgets,
             clocks=clocks,
@@ -207,7 +207,7 @@ class PendingPrompt:
             rotated_key=self.rotated_key,
             key_projections=layer.key_projections,
             output_projection=layer.output_projection,
-            model=self.model,
+            model_tensors=self.model_tensors,
         )
 
 

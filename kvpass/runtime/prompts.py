@@ -130,14 +130,14 @@ class PromptExecutor(abc.ABC):
             each.check(prompt)
         for index, dim in graph.scoring_outputs:
             results[index] = longer_placeholder(results[index], dim, 0)
-        model = [arguments[index] for index in graph.module_inputs] or graph.constants
+        model_tensors = [arguments[index] for index in graph.module_inputs] or graph.constants
         pending = PendingPrompt(
             backend=self.backend,
             stores_unrotated_keys=graph.stores_unrotated_keys,
             notes=() if graph.adopted_past is None else (ADOPTED,),
             first_ids=first_ids,
             rotated_key=rotated_key,
-            model=model_identity.weak_references(model),
+            model_tensors=model_identity.weak_references(model_tensors),
             layers=layers,
             new=prompt - adopted,
         )
@@ -211,11 +211,11 @@ class PromptExecutor(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class PromptResult:
-    """One run of a prompt graph: its runner, Dynamo's arguments, and the results for Dynamo."""
+    """One run of a prompt graph: its executor, Dynamo's arguments, and the results for Dynamo."""
 
-    runner: PromptExecutor
+    executor: PromptExecutor
     arguments: tuple[Any, ...]
-    results: tuple[Any, ...]
+    dynamo_results: tuple[Any, ...]
 
 
 def _check_policy(policy: Policy, policies: list[Policy], sites: list[AttentionSite]) -> None:

@@ -28,7 +28,7 @@ class StepInputs:
     caches: list[LayerCache]  # with capacity for the new tokens
     arguments: tuple[Any, ...]  # Dynamo's
     other_sizes: SizeInterpretation = ()
-    unchanged_inputs: frozenset[int] = frozenset()  # see `PaddingTracker.unchanged_inputs`
+    ones_for_cached: frozenset[int] = frozenset()  # see `PaddingTracker.ones_for_cached`
     compact: bool = False  # whether the step compacts the slots
 
 
@@ -107,7 +107,7 @@ class StepExecutor(abc.ABC):
         """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""
         return next_clocks(caches, self.padding.valid_rows(caches, arguments))
 
-    def bind_fast_step(self, inputs: StepInputs) -> BoundStep:
+    def bind_step(self, inputs: StepInputs) -> BoundStep:
         """Return a callable that advances by one token, as `advance` does, while the caches keep their slots."""
         prepared = self._prepare_step(inputs)
         return BoundStep(inputs.caches, prepared.signature, prepared.run)
@@ -135,9 +135,9 @@ class StepExecutor(abc.ABC):
 class StepResult:
     """One run of a step graph."""
 
-    runner: StepExecutor
+    executor: StepExecutor
     inputs: StepInputs
-    results: Sequence[Any]  # of the rewritten graph
+    graph_results: Sequence[Any]  # of the rewritten graph
     host_values: HostValues
     key: StepKey
     signature: StepSignature

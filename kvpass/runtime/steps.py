@@ -99,15 +99,15 @@ class StepRunner(StepExecutor):
         for cache, pins in self._caches_with_pins(caches):
             pins.check(cache.layout.policy, cache.layout.batch, query_len)
             self.backend.kv_store.make_room_for_pins(cache, pins)
-        first_layer, unchanged_inputs = caches[0], self.padding.unchanged_inputs(caches, arguments, query_len)
-        interpretation = self._choose_interpretation(caches, arguments, unchanged_inputs)
+        first_layer, ones_for_cached = caches[0], self.padding.ones_for_cached(caches, arguments, query_len)
+        interpretation = self._choose_interpretation(caches, arguments, ones_for_cached)
         self.verifier.check_positions(
             first_layer, arguments, lambda: self.padding.valid_tokens(0, first_layer, arguments, query_len)
         )
         self.verifier.check_rotation(
             first_layer, arguments, lambda: self.sizes.resolve(self.sizes.call_sizes(caches, arguments), interpretation)
         )
-        result = self.advance(StepInputs(caches, arguments, interpretation, unchanged_inputs))
+        result = self.advance(StepInputs(caches, arguments, interpretation, ones_for_cached))
         self.padding.record_padding(caches, arguments, result.length_before, query_len)
         publish_run(result)
         return self._dynamo_outputs(result)
@@ -151,7 +151,7 @@ class StepRunner(StepExecutor):
         """Return a variant of the graph for inputs with this key."""
         caches, other_sizes = inputs.caches, inputs.other_sizes
         sizes = self.sizes.call_sizes(caches, inputs.arguments)
-        kind = (sizes.counters, sizes.windows, inputs.unchanged_inputs, inputs.compact)
+        kind = (sizes.counters, sizes.windows, inputs.ones_for_cached, inputs.compact)
         call_key = (*kind, other_sizes, sizes.numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
         variant = self.variants.find(call_key, key)
         if variant is not None:
@@ -190,13 +190,13 @@ class StepRunner(StepExecutor):
             sizes=self.sizes.resolve(sizes, other_sizes, dynamic),
             length=caches[0].length,
             windows=sizes.windows,
-            padding_inputs=self.padding.as_padding_inputs(inputs.unchanged_inputs, self.placeholders),
+            padding_inputs=self.padding.as_padding_inputs(inputs.ones_for_cached, self.placeholders),
             compact=inputs.compact,
             dynamic_layouts=dynamic_layouts,
         )
 
     def _choose_interpretation(
-        self, caches: list[LayerCache], arguments: tuple[Any, ...], unchanged_inputs: frozenset[int]
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], ones_for_cached: frozenset[int]
     ) -> SizeInterpretation:
         """Return the first interpretation of the sizes of other inputs for which the graph can be rewritten."""
         interpretations = self.sizes.size_interpretations(caches, arguments)
@@ -207,7 +207,7 @@ class StepRunner(StepExecutor):
         for interpretation in interpretations:
             try:
                 key = ShapeKey.of(caches, self.sizes.numbers(arguments))
-                self._find_variant(StepInputs(caches, arguments, interpretation, unchanged_inputs, compact), key)
+                self._find_variant(StepInputs(caches, arguments, interpretation, ones_for_cached, compact), key)
             except UnsupportedGraph as refusal:
                 refusals.append(refusal)
             else:
@@ -240,7 +240,7 @@ class StepRunner(StepExecutor):
     def _dynamo_outputs(self, result: StepResult) -> tuple[Any, ...]:
         """Return the outputs of Dynamo's graph from the results of the rewritten one."""
         caches, outputs_spec, query_len = result.caches, result.signature.dynamo_outputs, result.signature.query_len
-        outputs = [None if index is None else result.results[index] for index in outputs_spec.indices]
+        outputs = [None if index is None else result.graph_results[index] for index in outputs_spec.indices]
         for index, value in zip(outputs_spec.grown, result.host_values.outputs, strict=True):
             outputs[index] = value
         for index, beyond in outputs_spec.lengths.items():

@@ -81,9 +81,9 @@ def is_exported() -> bool:
     return any(of_export) or _python_dispatch.any_torch_dispatch_mode_on_stack()
 
 
-def mark_dynamic_dim(handle: Tensor, dim: int) -> None:
+def mark_dynamic_dim(tensor: Tensor, dim: int) -> None:
     """Mark a dimension as dynamic for Dynamo, which saves one static trace."""
-    torch._dynamo.maybe_mark_dynamic(handle, dim)
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def is_dynamic_dim(tensor: Tensor, dim: int) -> bool:
@@ -91,7 +91,12 @@ def is_dynamic_dim(tensor: Tensor, dim: int) -> bool:
     return dim in getattr(tensor, "_dynamo_weak_dynamic_indices", ())
 
 
-def mark_in_place(buffer: Tensor) -> None:
+def mark_static_dim(tensor: Tensor, dim: int) -> None:
+    """Mark a dimension as static for Dynamo, even if it had other sizes in earlier calls."""
+    torch._dynamo.mark_static(tensor, dim)
+
+
+def mark_static_address(buffer: Tensor) -> None:
     """Mark a buffer's address as static, so that CUDA graphs may write to the buffer."""
     torch._dynamo.mark_static_address(buffer, guard=False)
 

@@ -145,11 +145,6 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
-def mark_static_dimension(tensor: torch.Tensor, dim: int) -> None:
-    """Mark a dimension as static for torch.compile, even if it had other sizes in earlier calls."""
-    torch._dynamo.mark_static(tensor, dim)
-
-
 def is_fake(value: Any) -> bool:
     """Return whether a value is a fake tensor, which has no data."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -17,7 +17,7 @@ import kvpass
 from kvpass.backend import Backend
 from kvpass.capture.capture import capture
 from kvpass.fx import shapes
-from kvpass.runtime.entry.in_place import compile_in_place
+from kvpass.runtime.calling.in_place import compile_in_place
 from kvpass.runtime.recorder import Recorder
 from kvpass.torch_private import regions
 from tests import on_reference

@@ -206,11 +206,11 @@ def test_tied_tensors_must_stay_tied(name: str) -> None:
     model = build("Llama", layers=2)
     owner, weight = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
     model.model.embed_tokens.second = weight
-    tied = artifacts._tensor_entries(model)
-    artifacts._check_tensors(tied, artifacts._tensor_entries(model))
+    tied = artifacts._tensor_manifest(model)
+    artifacts._check_tensors(tied, artifacts._tensor_manifest(model))
     owner.weight = torch.nn.Parameter(weight.clone())
     with pytest.raises(ArtifactError, match=f"whose {name} is .*, tied to model.embed_tokens.second, and here it is"):
-        artifacts._check_tensors(tied, artifacts._tensor_entries(model))
+        artifacts._check_tensors(tied, artifacts._tensor_manifest(model))
 
 
 def test_a_loop_does_not_run_under_another_autocast(exported: tuple[Path, str]) -> None:

@@ -395,8 +395,8 @@ def test_a_thread_that_forgets_the_conversation_waits_for_the_prompt_of_another(
     goes_on.set()
     for thread in threads:
         thread.join()
-    assert isinstance(loop.work, Conversations)
-    assert loop.work.state is None
+    assert isinstance(loop.driver, Conversations)
+    assert loop.driver.state is None
     assert (0 if loop.cache is None else kvpass.inspect(loop).seen) == (0 if how == "reset" else 9)
 
 
@@ -432,8 +432,8 @@ def test_a_step_asks_nothing_of_the_device(name: str, given: dict[str, Any]) -> 
     loop = loop_on(model, policy=name, budget=8, stop=[5], **given)
     loop.prompt(ids, mask)
     loop.generate(4)
-    assert isinstance(loop.work, Conversations)
-    step = loop.work.started().step
+    assert isinstance(loop.driver, Conversations)
+    step = loop.driver.started().step
     assert step is not None
     with torch.no_grad(), Watched() as watched:
         step.run()
@@ -484,8 +484,8 @@ def test_hooks_leave_no_steps_behind() -> None:
     sizes = []
     for _ in range(4):
         loop.generate(3)
-        assert isinstance(loop.work, Conversations)
-        step = loop.work.started().step
+        assert isinstance(loop.driver, Conversations)
+        step = loop.driver.started().step
         assert step is not None
         sizes.append((len(step.slots_by_key), len(step.callables)))
         torch.nn.Linear(1, 1).register_forward_hook(lambda *_: None)

@@ -142,7 +142,7 @@ def test_tokens_are_recorded_until_a_row_ends() -> None:
     insert(rows, 1, chosen, 5, stop=(4,), most=9)
     assert rows.stopped.tolist() == [False, False, True]
     for tokens in ((1, 2, 5), (2, 4, 5), (3, 3, 5)):
-        rows.choose(likely(*tokens)[:, None])
+        rows.sample_and_record(likely(*tokens)[:, None])
         rows.unread_count += 1
     assert rows.unread_tokens().tolist() == [[1, 2, PAD], [2, 4, PAD], [PAD, PAD, PAD]]
     assert rows.stopped.tolist() == [True, True, True]

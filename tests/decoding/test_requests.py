@@ -390,9 +390,9 @@ def test_a_thousand_requests_are_neither_lost_nor_mixed_up(monkeypatch: pytest.M
         said = expected[wanted[name]]
         assert output.generated_tokens == said[: len(output.generated_tokens)]
         assert output.finish_reason != "length" or output.generated_tokens == said
-    assert isinstance(loop.work, RequestScheduler)
-    assert not loop.work.known
-    assert not any(loop.work.rows)
+    assert isinstance(loop.driver, RequestScheduler)
+    assert not loop.driver.known
+    assert not any(loop.driver.rows)
 
 
 @pytest.mark.slow

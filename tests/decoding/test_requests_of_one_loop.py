@@ -129,18 +129,18 @@ def test_other_requests_are_kept(served: Served) -> None:
 
 def test_other_requests_survive_an_error(served: Served) -> None:
     loop = served.loop
-    assert isinstance(loop.work, RequestScheduler)
-    first, step = loop.add(prompts((5,))[0], max_new_tokens=1), loop.work.step
+    assert isinstance(loop.driver, RequestScheduler)
+    first, step = loop.add(prompts((5,))[0], max_new_tokens=1), loop.driver.step
 
     def failing() -> list[GenerationOutput]:
-        if first not in loop.work.known:
+        if first not in loop.driver.known:
             raise ZeroDivisionError("the machine")
         return step()
 
-    loop.work.step = failing  # type: ignore[method-assign]
+    loop.driver.step = failing  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError, match="the machine"):
         loop.generate_batch(prompts((9,)), max_new_tokens=6)
-    del loop.work.step  # type: ignore[method-assign]
+    del loop.driver.step  # type: ignore[method-assign]
     assert ended(loop)[first].is_finished()
 
 
@@ -171,11 +171,11 @@ def test_bad_input(served: Served) -> None:
 def test_a_row_holds_its_own_request_alone(served: Served) -> None:
     """Check that the slots of a row contain only its current request."""
     loop = served.loop
-    assert isinstance(loop.work, RequestScheduler)
+    assert isinstance(loop.driver, RequestScheduler)
     held = []
     for lengths in ((7,), (30, 3, 11), (7,)):
         loop.generate_batch(prompts(lengths), max_new_tokens=1)
-        batch = loop.work.batch
+        batch = loop.driver.batch
         assert batch is not None
         slots = batch.caches[0].slots
         rows = (*slots.key.parts, *slots.value.parts)
@@ -240,8 +240,8 @@ def test_requests_of_several_threads_have_names_and_seeds_of_their_own(served: S
             thread.join(0.1)  # until it waits for its turn
     for thread in threads:
         thread.join()
-    assert isinstance(loop.work, RequestScheduler)
-    seeds = {loop.work.known[name].sampling.seed for name in names}
+    assert isinstance(loop.driver, RequestScheduler)
+    seeds = {loop.driver.known[name].sampling.seed for name in names}
     for name in names:
         loop.cancel(name)
     assert len(list(loop)) == len(seeds) == 4
@@ -266,8 +266,8 @@ def test_an_interrupted_batch_is_withdrawn(served: Served, monkeypatch: pytest.M
 def test_an_interrupted_thread_withdraws_only_its_own_batch(served: Served) -> None:
     """Fail in the third step of one thread, while the requests of the other are in rows too."""
     loop, said, found = served.loop, served.said, dict[str, list[list[int]]]()
-    assert isinstance(loop.work, RequestScheduler)
-    step, failing, calls = loop.work.step, threading.current_thread(), itertools.count(1)
+    assert isinstance(loop.driver, RequestScheduler)
+    step, failing, calls = loop.driver.step, threading.current_thread(), itertools.count(1)
 
     def step_of() -> list[GenerationOutput]:
         if threading.current_thread() is failing and next(calls) == 3:
@@ -281,12 +281,12 @@ def test_an_interrupted_thread_withdraws_only_its_own_batch(served: Served) -> N
     other = threading.Thread(target=ask)
     with loop.lock:
         other.start()
-        loop.work.step = step_of  # type: ignore[method-assign]
+        loop.driver.step = step_of  # type: ignore[method-assign]
     try:
         with pytest.raises(ZeroDivisionError, match="the machine"):
             loop.generate_batch(prompts((17, 5)), max_new_tokens=7)
     finally:
-        del loop.work.step  # type: ignore[method-assign]
+        del loop.driver.step  # type: ignore[method-assign]
     other.join(60)
     assert loop.pending == 0
     assert found == {"other": [said[3][:7], said[9][:7]]}

@@ -36,7 +36,7 @@ def one_row(settings: Sampling) -> RowSampling:
 
 def by_generator(settings: Sampling, logits: Tensor, count: int) -> Tensor:
     """Draw `count` tokens from logits [vocabulary] with a generator."""
-    return settings.choose(logits.expand(count, -1), settings.generator(CPU))
+    return settings.sample(logits.expand(count, -1), settings.generator(CPU))
 
 
 def by_hash(settings: Sampling, logits: Tensor, count: int) -> Tensor:
@@ -44,7 +44,7 @@ def by_hash(settings: Sampling, logits: Tensor, count: int) -> Tensor:
     one = one_row(settings)
     tensors = (one.temperature, one.top_k, one.top_p, one.seed)
     rows = RowSampling([settings] * count, *(tensor.expand(count) for tensor in tensors))
-    return rows.choose(logits.expand(count, -1), torch.arange(count))
+    return rows.sample(logits.expand(count, -1), torch.arange(count))
 
 
 both = pytest.mark.parametrize("draw", [by_generator, by_hash])
@@ -160,7 +160,7 @@ def test_rows_draw_by_their_own_settings() -> None:
     counts = torch.zeros(len(rows), 4)
     for start in range(0, 4000, 1000):
         made = torch.arange(start, start + 1000).repeat_interleave(len(rows))
-        drawn = per_row.choose(shares.log().expand(len(made), 4), made).view(1000, len(rows))
+        drawn = per_row.sample(shares.log().expand(len(made), 4), made).view(1000, len(rows))
         for row in range(len(rows)):
             counts[row] += drawn[:, row].bincount(minlength=4)
     for row, (_, allowed) in enumerate(rows):
@@ -178,18 +178,18 @@ def test_a_row_draws_in_a_batch_what_it_draws_alone(data: st.DataObject, setting
     for row in data.draw(st.permutations(range(len(settings)))):
         rows.set_row(row, Sampling(0.7, top_k=1, top_p=0.1, seed=5))
         rows.set_row(row, settings[row])
-    together = rows.choose(logits, made)
+    together = rows.sample(logits, made)
     for row, each in enumerate(settings):
         part = slice(row, row + 1)
         for single in (one_row(each), rows.of_row(row)):
-            assert torch.equal(single.choose(logits[part], made[part]), together[part])
+            assert torch.equal(single.sample(logits[part], made[part]), together[part])
 
 
 @given(settings=SETTINGS, made=st.integers(0, 10_000))
 def test_a_seed_draws_the_same_again(settings: Sampling, made: int) -> None:
     logits, count = torch.randn(1, 40), torch.tensor([made])
-    assert torch.equal(*(settings.choose(logits, settings.generator(CPU)) for _ in range(2)))
-    assert torch.equal(*(one_row(settings).choose(logits, count) for _ in range(2)))
+    assert torch.equal(*(settings.sample(logits, settings.generator(CPU)) for _ in range(2)))
+    assert torch.equal(*(one_row(settings).sample(logits, count) for _ in range(2)))
 
 
 def test_tokens_of_a_row_and_of_seeds_are_independent() -> None:

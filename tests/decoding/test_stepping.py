@@ -141,7 +141,7 @@ def interrupting(function: Callable[..., Any], calls: int) -> Callable[..., Any]
 @pytest.mark.parametrize(
     ("owner", "name", "is_whole"),
     [
-        (Sampling, "choose", False),
+        (Sampling, "sample", False),
         (step_execution, "advance_counts", False),
         (stepping.DecodeState, "check_not_interrupted", True),
         (stepping.DecodeState, "unread_tokens", True),
@@ -191,7 +191,7 @@ def test_a_cache_that_went_on_by_part_of_a_prompt_is_noticed(change: Callable[..
     loop.prompt(ids)
     loop.generate(4)
     change(loop, ids)
-    assert isinstance(loop.work, Conversations)
+    assert isinstance(loop.driver, Conversations)
     with pytest.raises(kvpass.CacheHandleError, match="interrupted by an error"):
-        loop.prompt(ids) if loop.work.state is None else loop.generate(4)
+        loop.prompt(ids) if loop.driver.state is None else loop.generate(4)
     assert uninterrupted(loop, ids) == expected

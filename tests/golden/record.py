@@ -17,7 +17,7 @@ import kvpass
 from kvpass import model_access
 from kvpass.backend import Backend
 from kvpass.lowering import attention_tiles
-from kvpass.runtime.entry.in_place import compile_in_place
+from kvpass.runtime.calling.in_place import compile_in_place
 from kvpass.runtime.recorder import Recorder
 from tests.architectures import inputs, zoo
 from tests.golden import cases, program

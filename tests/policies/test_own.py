@@ -158,10 +158,10 @@ def test_a_policy_whose_scan_is_found_by_its_name_must_be_registered(cls: type[b
 
 
 def test_a_derived_policy_is_not_taken_for_the_policy_of_its_name() -> None:
-    own, built_in = kvpass.policies.to_entry(ReversedH2O()), kvpass.policies.to_entry(H2O())
+    own, built_in = kvpass.policies.to_values(ReversedH2O()), kvpass.policies.to_values(H2O())
     assert own != built_in
     with pytest.raises(kvpass.PolicyError, match=r"policy 'h2o' is of .*\.ReversedH2O, which is not registered"):
-        kvpass.policies.from_entry(own)
+        kvpass.policies.from_values(own)
     with pytest.raises(kvpass.PolicyError, match="has no eager reference: give ReversedH2O a method reference"):
         reference_of(ReversedH2O())
 

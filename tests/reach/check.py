@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 import kvpass
-from kvpass.runtime.entry.in_place import compile_in_place
+from kvpass.runtime.calling.in_place import compile_in_place
 from tests import on_reference
 from tests.reach.rows import Row
 from tests.switch import Switch

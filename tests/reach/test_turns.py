@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.runtime.entry.in_place import compile_in_place
+from kvpass.runtime.calling.in_place import compile_in_place
 from tests import on_reference
 from tests.reach import images
 from tests.reach.check import BUDGET, TOLERANCE, apart

@@ -241,7 +241,7 @@ def test_ranks_are_held_against_the_models_own_where_rows_are_padded_differently
     shape: str, pieces: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test a prompt of one token too, with ranks treated as if one index served all rows."""
-    monkeypatch.setattr(Rotary, "counts_rows_alike", lambda *_: False)
+    monkeypatch.setattr(Rotary, "rows_share_positions", lambda *_: False)
     model = Small(sdpa(lambda i, j, p: (j <= i) & p[:, None, None].bool()), rotary=shape)
     padding = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
     verdict = judge(Case(model, {"p": seen(padding)}, pieces, real=seen(padding)), "streaming", positions="cache")

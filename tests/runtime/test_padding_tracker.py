@@ -105,7 +105,7 @@ def test_padding_is_what_the_masks_of_all_calls_have_hidden(pieces: list[list[li
     tracker, caches = conversation.tracker, conversation.caches
     for new in pieces:
         queries, arguments = len(new[0]), conversation.feed(new)
-        assert tracker.unchanged_inputs(caches, arguments, queries) == {MASK}
+        assert tracker.ones_for_cached(caches, arguments, queries) == {MASK}
         assert tracker.valid_tokens(0, caches[0], arguments, queries).tolist() == new
         assert tracker.valid_tokens(1, caches[1], arguments, queries).all()
         conversation.record(arguments, queries)
@@ -137,11 +137,11 @@ def test_a_mask_that_changes_for_earlier_tokens_is_noticed(pieces: list[list[lis
     was_real, mask = conversation.real[row][index], arguments[MASK]
     mask[row, index] = data.draw(st.sampled_from([0, 2])) if was_real else data.draw(st.sampled_from([1, 2]))
     if was_real:
-        assert conversation.tracker.unchanged_inputs(conversation.caches, arguments, 1) == set()
+        assert conversation.tracker.ones_for_cached(conversation.caches, arguments, 1) == set()
         assert conversation.tracker.valid_tokens(0, conversation.caches[0], arguments, 1).all()
     else:
         with pytest.raises(CacheHandleError, match="shows a token that it hid before"):
-            conversation.tracker.unchanged_inputs(conversation.caches, arguments, 1)
+            conversation.tracker.ones_for_cached(conversation.caches, arguments, 1)
 
 
 @given(pieces=calls())
@@ -165,7 +165,7 @@ def test_a_token_is_shown_only_if_all_inputs_show_it(rows: int, length: int, dat
     caches = [layer_cache(rows, policy) for _ in range(2)]
     tracker = PaddingTracker([(OTHER, MASK), (OTHER,)])
     arguments = (one, torch.zeros(1), two)
-    assert tracker.unchanged_inputs(caches, arguments, length) == {OTHER, MASK}
+    assert tracker.ones_for_cached(caches, arguments, length) == {OTHER, MASK}
     tracker.record_padding(caches, arguments, 0, length)
     for cache, real in zip(caches, (one * two, one), strict=True):
         cache.length = length
@@ -173,12 +173,12 @@ def test_a_token_is_shown_only_if_all_inputs_show_it(rows: int, length: int, dat
         assert cached_indices(cache.absent) == [[i for i, x in enumerate(row) if not x] for row in real.tolist()]
     new = torch.ones(rows, 1, dtype=torch.int64)
     arguments = (torch.cat([one, new], 1), torch.zeros(1), torch.cat([two, new], 1))
-    assert tracker.unchanged_inputs(caches, arguments, 1) == {OTHER, MASK}
+    assert tracker.ones_for_cached(caches, arguments, 1) == {OTHER, MASK}
     if hidden := (one * two == 0).nonzero().tolist():
         row, index = data.draw(st.sampled_from(hidden))
         arguments[OTHER][row, index] = arguments[MASK][row, index] = 1
         with pytest.raises(CacheHandleError, match="shows a token that it hid before"):
-            tracker.unchanged_inputs(caches, arguments, 1)
+            tracker.ones_for_cached(caches, arguments, 1)
 
 
 @given(rows=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=3), start=st.integers(0, 9))
@@ -213,7 +213,7 @@ def test_a_rewrite_knows_the_inputs_that_are_unchanged() -> None:
     tracker = PaddingTracker([(1, 2), (1,)])
     padding_inputs = tracker.as_padding_inputs(frozenset({2}), nodes)
     _, one, other = nodes
-    assert (padding_inputs.by_layer, padding_inputs.unchanged) == (((one, other), (one,)), frozenset({other}))
+    assert (padding_inputs.by_layer, padding_inputs.ones_for_cached) == (((one, other), (one,)), frozenset({other}))
 
 
 @given(pieces=calls(), width=st.integers(0, 24))

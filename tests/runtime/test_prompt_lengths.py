@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import kvpass
 from kvpass.backend import Backend
-from kvpass.runtime.entry import model_arguments
+from kvpass.runtime.calling import model_arguments
 from kvpass.torch_private import dynamo, symbolic_shapes
 from tests.models import build, graphs, prompt
 

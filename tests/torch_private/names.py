@@ -82,7 +82,7 @@ class Name:
 TRANSFORMERS = (
     Name("transformers.DynamicCache", "model_access.empty_cache", "the cache that decode loops give to a model"),
     Name("transformers.GenerationMixin._supports_default_dynamic_cache", "model_access.empty_cache", "who takes it"),
-    Name("transformers.cache_utils.DynamicLayer", "runtime.entry.layer_regions", "equal layers are traced once"),
+    Name("transformers.cache_utils.DynamicLayer", "runtime.calling.layer_regions", "equal layers are traced once"),
 )
 """The names of transformers that kvpass uses; everything else relies on the structure of objects."""
 

@@ -49,7 +49,7 @@ def test_a_lost_name_is_reported_with_what_it_was_for(monkeypatch, capsys) -> No
 def test_a_lost_name_of_transformers_is_reported(monkeypatch, capsys) -> None:
     monkeypatch.delattr("transformers.cache_utils.DynamicLayer")
     assert names.main() == 1
-    lost = "transformers.cache_utils.DynamicLayer: not found; runtime.entry.layer_regions: equal"
+    lost = "transformers.cache_utils.DynamicLayer: not found; runtime.calling.layer_regions: equal"
     assert lost in capsys.readouterr().out
 
 

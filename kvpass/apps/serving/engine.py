@@ -237,7 +237,7 @@ class Engine:
         self._call_in_event_loop(_settle, answer, count)
 
     def _count_cached_tokens(self) -> float:
-        requests = cast("RequestScheduler", self.loop.work)
+        requests = cast("RequestScheduler", self.loop.driver)
         return 0.0 if requests.batch is None else sum(map(requests.batch.cached_tokens, requests.rows))
 
     def _call_in_event_loop(self, function: Callable[..., Any], *arguments: Any) -> None:

@@ -141,7 +141,7 @@ class Conversation:
         # ranks.
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
         has_positions = self.case.stores_unrotated_keys and self.case.context.rotations.positions
-        if self.plan.pads_left and self.case.context.padding_inputs.unchanged and not has_positions:
+        if self.plan.pads_left and self.case.context.padding_inputs.ones_for_cached and not has_positions:
             for row in range(self.batch):
                 valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
                 if self.plan.has_gap and not self.case.stores_unrotated_keys and self.count >= 6:
@@ -154,7 +154,7 @@ class Conversation:
     def _choose_kept(self, layer: int) -> Tensor:
         """Return all stored tokens if they fit, else tokens at both ends, near tokens of interest, and random ones."""
         stored = self.stored[layer]
-        capacity = min(part.capacity for part in self.case.given.slots[layer].by_class) - self.case.context.decodes
+        capacity = min(each.capacity for each in self.case.given.slots[layer].by_class) - self.case.context.decodes
         first = self.count - stored
         if self.plan.dropped:  # at least one token is cached
             last = max(self.count - self.plan.dropped, first + 1)
@@ -167,7 +167,7 @@ class Conversation:
         order = [token for token in (*preferred, *random.tolist()) if first <= token < self.count]
         return torch.tensor(sorted(list(dict.fromkeys(order))[:capacity]))
 
-    def columns(self, layer: int) -> Tensor | None:
+    def key_indices(self, layer: int) -> Tensor | None:
         """Return the indices of the keys that are in the slots or new among the model's keys; None for all."""
         kept, stored = self.kept[layer], self.stored[layer]
         if len(kept) == stored:
@@ -198,7 +198,7 @@ class Conversation:
             if i not in marks and i not in self._pasts and self._is_ids(argument):
                 arguments[i] = self._continue_ids(argument)
         for node, index in self.case.padding_indices.items():
-            if node in self.case.given.padding_inputs.unchanged:
+            if node in self.case.given.padding_inputs.ones_for_cached:
                 arguments[index] = self._mark_padding(arguments[index])
         for index in self.case.context.rotations.positions:
             counted = torch.arange(self.count, self.count + self.case.query_len)

@@ -126,12 +126,14 @@ class Lockstep:
     # -- the canonical graph -----------------------------------------------------------------------------------------
 
     def run_canonical(
-        self, columns: Callable[[int], Tensor | None] = lambda _: None, rounding: Mapping[fx.Node, Visit] | None = None
+        self,
+        key_indices: Callable[[int], Tensor | None] = lambda _: None,
+        rounding: Mapping[fx.Node, Visit] | None = None,
     ) -> None:
         """Run the canonical graph, and record for each call its exact result on some of the keys.
 
         Args:
-            columns: returns the keys that the third graph attends to in a layer, None for all.
+            key_indices: returns the keys that the third graph attends to in a layer, None for all.
             rounding: visits that round new keys and values, if the third graph attends to rounded ones; then nothing
                 is compared.
 
@@ -140,7 +142,7 @@ class Lockstep:
         """
         visits: dict[fx.Node, Visit] = {}
         for layer, site in self.calls:
-            at_call = functools.partial(self._compare_with_model, site, columns(layer), rounding is None)
+            at_call = functools.partial(self._compare_with_model, site, key_indices(layer), rounding is None)
             visits |= dict.fromkeys(site.results, at_call)
             if rounding is None:
                 at_append = functools.partial(self._check_append, site)
@@ -169,7 +171,13 @@ class Lockstep:
         return result
 
     def _compare_with_model(
-        self, site: AttentionSite, columns: Tensor | None, compares: bool, run: GraphRun, node: fx.Node, result: Tensor
+        self,
+        site: AttentionSite,
+        key_indices: Tensor | None,
+        compares: bool,
+        run: GraphRun,
+        node: fx.Node,
+        result: Tensor,
     ) -> Tensor:
         """Visit a canonical call: keep its exact result, compare the model's, and continue with the model's."""
         call = {
@@ -177,11 +185,11 @@ class Lockstep:
         }
         model_value = self._reshape_like(site, self._model_values[_in_model(node)], result)
         call = in_result_dtype(call, model_value.dtype)
-        exact = attend_exactly(call, None if compares else columns, self.queries)
+        exact = attend_exactly(call, None if compares else key_indices, self.queries)
         if compares:
             self.may_see_no_key = self.may_see_no_key or exact.hides_new_keys()
             self.check(self._excess(node, exact, model_value), site, "attention differs from the canonical form")
-            exact = exact if columns is None else attend_exactly(call, columns, self.queries)
+            exact = exact if key_indices is None else attend_exactly(call, key_indices, self.queries)
         self.exact_results[node.name] = exact
         return model_value.clone()
 

@@ -106,17 +106,19 @@ class SyntheticSlots:
         shape = original.position.shape
         return _shuffled(shape).argsort(-1)[..., min(len(self.conversation.kept[layer]), shape[-1] - 1)]
 
-    def heads(self, layer: int, part: int) -> Tensor | None:
+    def heads(self, layer: int, head_class: int) -> Tensor | None:
         """Return the KV heads in a class of a layer's heads, int64 [B, h]; None if there are no classes."""
         slots = self.for_layer(layer)
-        return None if isinstance(slots, Slots) else slots.order[:, self.case.given.layouts[layer].head_slices[part]]
+        return (
+            None if isinstance(slots, Slots) else slots.order[:, self.case.given.layouts[layer].head_slices[head_class]]
+        )
 
-    def columns(self, layer: int, part: int = 0) -> Tensor:
+    def key_index_of_slots(self, layer: int, head_class: int = 0) -> Tensor:
         """Return the index of each slot's token among cached and new tokens, int64 [B, H', N]; -1 if free."""
         conversation, new, kept = self.conversation, self.case.query_len, self.conversation.kept[layer]
-        tokens = self.for_layer(layer).by_class[part].index
+        tokens = self.for_layer(layer).by_class[head_class].index
         if self.case.context.decodes:
-            free = self._next_slot(layer, self.case.given.slots[layer].by_class[part])
+            free = self._next_slot(layer, self.case.given.slots[layer].by_class[head_class])
             tokens = tokens.scatter(-1, free.to(tokens.device)[..., None], conversation.count)
         else:
             chunk = torch.arange(conversation.count, conversation.count + new, device=tokens.device)

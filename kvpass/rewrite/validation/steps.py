@@ -84,7 +84,7 @@ def _first_plans(case: StepCase) -> Iterator[ConversationPlan]:
             case.given.length,
         ]
     counts = [count for count in dict.fromkeys(counts) if count >= 1 and _fits(case, count)]
-    for pads_left in (True, False) if case.context.padding_inputs.unchanged else (True,):
+    for pads_left in (True, False) if case.context.padding_inputs.ones_for_cached else (True,):
         yield from (ConversationPlan(count, pads_left=pads_left) for count in counts)
 
 
@@ -143,7 +143,7 @@ def _has_ids(case: StepCase) -> bool:
 def _capacity(case: StepCase) -> int:
     """Return the number of tokens that fit into the slots of each layer whose whole past is cached."""
     by_layer = zip(case.given.slots, case.context.windows, strict=True)
-    sizes = (part.capacity for slots, window in by_layer if window is None for part in slots.by_class)
+    sizes = (each.capacity for slots, window in by_layer if window is None for each in slots.by_class)
     return min(sizes, default=case.given.length + 1) - case.context.decodes
 
 
@@ -203,10 +203,10 @@ def _compare(case: StepCase, conversation: Conversation, last_call: fx.Node | No
         last_call,
     )
     expected = lockstep.run_model()
-    lockstep.run_canonical(conversation.columns)
+    lockstep.run_canonical(conversation.key_indices)
     stored_as_codes = case.given.layouts[0].kv_dtype is not None
     if stored_as_codes and case.context.decodes:  # attention reads the new key and value as stored
-        lockstep.run_canonical(conversation.columns, _rounding(case))
+        lockstep.run_canonical(conversation.key_indices, _rounding(case))
     actual, signature = _run_rewritten(case, conversation, lockstep), conversation.signature
     dynamo_outputs = signature.dynamo_outputs
     outputs = [None if index is None else actual[index] for index in dynamo_outputs.indices]
@@ -231,10 +231,10 @@ def _run_rewritten(case: StepCase, conversation: Conversation, lockstep: Lockste
         call = op_table.named_arguments(site.call)
         if (rewritten.scale, rewritten.cap) != (call["scale"], call["cap"]):
             lockstep.refuse(site, f"logits are scaled by {rewritten.scale} and capped at {rewritten.cap} instead")
-        for part, (mask, bias) in enumerate(context.attention.masks[site.call.name]):
+        for head_class, (mask, bias) in enumerate(context.attention.masks[site.call.name]):
             if mask in nodes and mask.op != "placeholder":
                 last_node = mask if bias is None or bias not in nodes or bias < mask else bias
-                visits[last_node] = _at_mask(slots, lockstep, (layer, part), site, mask, bias)
+                visits[last_node] = _at_mask(slots, lockstep, (layer, head_class), site, mask, bias)
         for node in site.results:
             problem = "attention to the slots is not attention to the cache"
             visits[context.attention.replaced[node.name]] = lockstep.at_call(site, node, problem, padded)
@@ -248,19 +248,19 @@ def _run_rewritten(case: StepCase, conversation: Conversation, lockstep: Lockste
 def _at_mask(
     slots: SyntheticSlots,
     lockstep: Lockstep,
-    part: tuple[int, int],
+    heads_at: tuple[int, int],
     site: AttentionSite,
     mask: fx.Node,
     bias: fx.Node | None,
 ) -> Visit:
-    """Return a visit that compares mask and bias with the model's; `part` is the layer and class of heads."""
+    """Return a visit that compares mask and bias with the model's; `heads_at` is a layer and a class of heads."""
 
     def visit(run: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         run.env[node] = result
         expected, bias_on_slots = lockstep.exact_results[site.call.name], None if bias is None else run.load(bias)
-        heads = slots.heads(*part)
-        expected = expected if heads is None else expected.of_heads(heads, slots.case.given.layouts[part[0]].heads)
-        if not expected.matches_mask(run.load(mask), bias_on_slots, slots.columns(*part)):
+        heads = slots.heads(*heads_at)
+        expected = expected if heads is None else expected.of_heads(heads, slots.case.given.layouts[heads_at[0]].heads)
+        if not expected.matches_mask(run.load(mask), bias_on_slots, slots.key_index_of_slots(*heads_at)):
             lockstep.refuse(site, "the mask on the slots is not the mask of their tokens")
         return result
 

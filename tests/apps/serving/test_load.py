@@ -41,7 +41,7 @@ def test_eight_clients(running: Running) -> None:
     for found in (tally, again):
         assert sum(found[kind] for kind in ("whole", "stream", "closed", "wrong")) == 48
         assert min(found[kind] for kind in ("whole", "stream", "closed", "wrong", "later")) > 0
-    requests_left = running.service.engine.loop.work
+    requests_left = running.service.engine.loop.driver
     assert isinstance(requests_left, RequestScheduler)
     assert not [*requests_left.known, *requests_left.rows, *requests_left.queue]
     assert layer_caches() <= caches

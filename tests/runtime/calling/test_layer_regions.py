@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicLayer
 
 import kvpass
 from kvpass import model_access, versions
-from kvpass.runtime.entry.in_place import compile_in_place
-from kvpass.runtime.entry.layer_regions import RegionForward, install_regions
+from kvpass.runtime.calling.in_place import compile_in_place
+from kvpass.runtime.calling.layer_regions import RegionForward, install_regions
 from kvpass.torch_private import regions
 from tests import models
 from tests.switch import Switch

@@ -21,8 +21,8 @@ from torch import Tensor
 from kvpass import model_access
 from kvpass.cache import model_cache
 from kvpass.errors import CacheHandleError, UnsupportedGraph
-from kvpass.runtime.entry import model_arguments
-from kvpass.runtime.entry.layer_regions import LayerRegions
+from kvpass.runtime.calling import model_arguments
+from kvpass.runtime.calling.layer_regions import LayerRegions
 from kvpass.torch_private import dynamo
 
 UNCOMPILED = (

@@ -19,7 +19,7 @@ from kvpass.fx.walk import example_value, is_tensor, target_name
 from kvpass.torch_private import symbolic_shapes
 
 
-def unread_caches(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
+def untracked_growth(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
     """Return the outputs that extend an input and are not `read` as caches, each with the reason of the refusal."""
     others = [node for index, node in enumerate(walk.results(graph)) if index not in read and _is_state(node)]
     found = []

@@ -107,9 +107,9 @@ def length_context(cache: Any, arguments: tuple[Any, ...]) -> contextlib.Abstrac
         return contextlib.nullcontext()
     passed = [value for value in arguments if isinstance(value, Tensor) and value.ndim > 1]
     for tokens in (value for value in passed if value.shape[1] == 1):
-        tensors.mark_static_dimension(tokens, 1)
+        dynamo.mark_static_dim(tokens, 1)
     for single_row in (value for value in (*passed, *model_cache.tensors_of(cache)) if value.shape[:1] == (1,)):
-        tensors.mark_static_dimension(single_row, 0)
+        dynamo.mark_static_dim(single_row, 0)
     return dynamo.tracing_one_as_symbol()
 
 

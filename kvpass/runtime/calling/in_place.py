@@ -9,8 +9,8 @@ import torch
 
 from kvpass import model_access
 from kvpass.model_access import cache_parameter
-from kvpass.runtime.entry import layer_regions
-from kvpass.runtime.entry.compiled_call import RedirectedForward, WatchedCall, compile_module, install_caller
+from kvpass.runtime.calling import layer_regions
+from kvpass.runtime.calling.compiled_call import RedirectedForward, WatchedCall, compile_module, install_caller
 from kvpass.torch_private import dynamo
 
 
