@@ -150,7 +150,7 @@ class LayerCache:
         equal_rotated_key: the last call's rotated key, if it was equal to `rotated_key` up to rounding.
         key_projections: the weights that computed the layer's keys.
         output_projection: the output projection's weight [E, Hq Dv], for policies that read it.
-        model_tensors: weak references to the model's tensors that were inputs of the prompt's graph; they identify the model.
+        model_tensors: weak references to the model's tensors that were inputs of the prompt's graph; they identify it.
         undo_records: records of the last calls, as far as they can be cropped.
         cropped: the cache that replaced this one when tokens were cropped; this one can no longer be continued.
     """

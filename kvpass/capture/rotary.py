@@ -330,7 +330,7 @@ def _brings_tokens(node: fx.Node) -> bool:
 
 
 def _carries_tokens(nodes: set[fx.Node]) -> bool:
-    """Return whether a node brings in hidden states: by attention, an embedding, or an input of at least 3 dimensions."""
+    """Return whether a node brings in hidden states: attention, an embedding, or an input of 3 dimensions or more."""
     for node in nodes:
         if _brings_tokens(node):
             return True

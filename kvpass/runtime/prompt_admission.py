@@ -65,7 +65,7 @@ class PendingPrompt:
 
     Attributes:
         stores_unrotated_keys: whether keys are stored before their rotary embedding.
-        notes, first_ids, rotated_key, model: see `LayerCache`.
+        notes, first_ids, rotated_key, model_tensors: see `LayerCache`.
         layers: the results of the prompt in each layer; the list is emptied as they are admitted, unless the cache can
             be cropped.
         new: the number of tokens, without an adopted past's.
