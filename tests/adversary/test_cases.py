@@ -639,6 +639,19 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=causal(i, j), enable_gqa=True)
 
 
+def by_groups(order: str) -> Attend:
+    """Return attention that splits query heads into groups, in an order of "bhgqd", by equations with shared keys."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        sizes = (k.shape[1], -1) if order.index("h") < order.index("g") else (-1, k.shape[1])
+        read = order[:-1] + "s"
+        a = torch.einsum(f"{order},bhsd->{read}", (q * DIM**-0.5).unflatten(1, sizes), k)
+        probs = torch.where(causal(i, j)[0], a, -1e4).softmax(-1)
+        return torch.einsum(f"{read},bhsd->{order}", probs, v).flatten(1, 2)
+
+    return attend
+
+
 def without_the_first(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k[:, :, 1:], v[:, :, 1:], attn_mask=causal(i, j[1:]))
 
@@ -705,6 +718,9 @@ HEADS = [
     row("G-expanded-and-reshaped", heads(spread), model=GROUPED, held=True),
     row("G-one-head-expanded", heads(lambda x: x.expand(-1, 4, -1, -1)), model={"heads": 4, "kv_heads": 1}, held=True),
     row("G-enable-gqa", grouped, model=GROUPED, held=True),
+    row("G-groups-by-equations", by_groups("bhgqd"), model=GROUPED, held=True),
+    row("G-groups-by-equations-of-other-heads", by_groups("bghqd"), model=GROUPED),
+    row("G-groups-by-equations-of-one-head", by_groups("bhgqd"), model={"heads": 4, "kv_heads": 1}, held=True),
 ]
 
 
