@@ -217,8 +217,23 @@ class _CacheSearch:
         updates = [node for node in local if node not in self.updates and self._grows_in_other_layout(node)]
         kept = [node for node in local if node.op == "placeholder" or node in self.outputs]
         states = [node for node in kept if is_tensor(node) and example_value(node).ndim >= 3]
+        states = [node for node in states if not self._is_filled_in_place(node, call)]
         updates += [writer for node in states for writer in self.alias_sets.writers(node)]
         return updates + self._fixed_size_updates(call)
+
+    def _is_filled_in_place(self, node: fx.Node, call: AttentionCall) -> bool:
+        """Return whether new tokens alone are written to memory of this graph, before attention reads any of them."""
+        memory = self.alias_sets.root(node)
+        stored, *attended = (expr(example_value(each).numel()) for each in (node, call.key, call.value))
+        if memory.op in ("placeholder", "get_attr") or not any((size / stored).is_integer for size in attended):
+            return False
+
+        def reads(each: fx.Node) -> bool:
+            roots = map(self.alias_sets.root, each.all_input_nodes)
+            return self.alias_sets.root(each) is not memory and memory in roots
+
+        read = min(filter(reads, ancestors(call.key) | ancestors(call.value)), default=call.node)
+        return all(writer < read for writer in self.alias_sets.writers(node))
 
     def _fixed_size_updates(self, call: AttentionCall) -> list[fx.Node]:
         """Return the updates of a cache of fixed size, as by torch.where, if keys and values both come from one.

@@ -237,9 +237,13 @@ def _check_cached_pair(call: fx.Node, query: fx.Node, key: fx.Node, values: fx.N
 
 
 def _append(graph: fx.Graph, origin: Origin) -> fx.Node:
-    """Insert the operator for a cache update; without a concatenation it replaces the new tokens themselves."""
+    """Insert the operator for a cache update; without a concatenation it replaces the new tokens themselves.
+
+    New tokens may be written in place before they are read, as into empty memory.
+    """
     new = _new_in_cache_dtype(origin)
-    with graph.inserting_after(origin.grown):
+    written = alias.writers_to({new}) if new is origin.grown else []
+    with graph.inserting_after(max([origin.grown, *written])):
         node = graph.call_function(APPEND, (origin.past, new))
     _replace(origin.grown, node)
     return node
@@ -284,4 +288,4 @@ def _insert_log_sum_exp(graph: fx.Graph, call: AttentionCall, key: fx.Node) -> f
 def _replace(node: fx.Node, replacement: fx.Node) -> None:
     """Replace a node of the model by a new one, which takes over its metadata."""
     replacement.meta.update(node.meta, kvpass_stands_for=node.name)
-    node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user is not replacement)
+    node.replace_all_uses_with(replacement, delete_user_cb=lambda user: replacement < user)

@@ -230,7 +230,7 @@ class _DecompositionReader:
 
     def _read_add(self, node: fx.Node) -> fx.Node:
         first, second, alpha = products.sum_operands(node)
-        logits, mask = (first, second) if is_from_product(first) else (second, first)
+        logits, mask = products.logits_and_other(first, second)
         if is_from_product(mask) or (logits is second and alpha != 1):
             raise NotAttention("both operands come from products, or the logits are multiplied by alpha")
         self.changes.add(mask, logits, node, alpha)
@@ -278,20 +278,19 @@ class _DecompositionReader:
 
     def _read_where(self, node: fx.Node) -> fx.Node:
         args = op_table.named_arguments(node)
-        condition, logits, filling = strip_expansion(required_tensor(args["condition"])), args["input"], args["other"]
-        if not (isinstance(logits, fx.Node) and is_tensor(logits) and is_from_product(logits)):
-            logits, filling, condition = filling, logits, self.changes.emit(torch.logical_not, condition)
+        condition = strip_expansion(required_tensor(args["condition"]))
+        logits, filling = products.logits_and_other(args["input"], args["other"])
+        if logits is not args["input"]:
+            condition = self.changes.emit(torch.logical_not, condition)
         if isinstance(filling, fx.Node) and is_from_product(filling):
             raise NotAttention("both branches come from products")
-        logits = required_tensor(logits)
         self.changes.fill(logits, condition, filling, node)
         return logits
 
     def _read_clamp(self, node: fx.Node) -> fx.Node:
         """Account for a lower bound of the logits that is low enough to hide a token."""
         if operator_name(node) in ("max", "maximum"):
-            first, second = products.two_operands(node)
-            logits, bound = (first, second) if is_from_product(required_tensor(first)) else (second, first)
+            logits, bound = products.logits_and_other(*products.two_operands(node))
         else:
             args = op_table.named_arguments(node)
             logits, bound = args["input"], args.get("min")

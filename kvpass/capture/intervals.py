@@ -47,6 +47,8 @@ def has_rule(node: fx.Node) -> bool:
 def evaluate(node: fx.Node, bounds_of: Callable[[fx.Node], Interval]) -> Interval:
     """Return the bounds of a node that has a rule, from the bounds of its operands."""
     rule = _RULES[op_table.operator_name(node)]
+    if any(is_tensor(parent) and example_value(parent).is_complex() for parent in node.all_input_nodes):
+        return unknown_bounds(node)  # complex numbers have no order
 
     def interval(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
@@ -72,7 +74,7 @@ def in_dtype(node: fx.Node, bounds: Interval) -> Interval:
     dtype, (low, high) = example_value(node).dtype, bounds
     if dtype == torch.bool:
         return _truth(bounds)
-    if math.isnan(low) or math.isnan(high):
+    if dtype.is_complex or math.isnan(low) or math.isnan(high):
         return unknown_bounds(node)
     if dtype.is_floating_point:
         return Interval(_round_towards(low, dtype, -math.inf), _round_towards(high, dtype, math.inf))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx as fx
 
@@ -42,6 +44,14 @@ def required_tensor(argument: object) -> fx.Node:
     if not is_tensor(argument):
         raise NotAttention(f"{argument!r} is not a tensor")
     return argument
+
+
+def logits_and_other(first: object, second: object) -> tuple[fx.Node, Any]:
+    """Return the operand that comes from a product of queries and keys, and the other operand."""
+    for logits, other in ((first, second), (second, first)):
+        if is_tensor(logits) and is_from_product(logits):
+            return logits, other
+    raise NotAttention("no operand comes from a product of queries and keys that is read, as q @ k.transpose(-1, -2)")
 
 
 def required_number(argument: object) -> float:

@@ -30,7 +30,11 @@ def multiply_outer_products(graph: fx.Graph) -> None:
 
 
 def multiply_equations(graph: fx.Graph) -> None:
-    """Replace torch.einsum by a product of matrices, where they are equal: "bhqd,bhkd->bhqk" or "bhqk,bhkd->bhqd"."""
+    """Replace torch.einsum by a product of matrices, where they are equal: "bhqd,bhkd->bhqk" or "bhqk,bhkd->bhqd".
+
+    The second operand may lack dimensions of the first, as in "bhgqd,bhkd->bhgqk" for groups of query heads, but not
+    the rows, which weights lack.
+    """
     for node in list(graph.nodes):
         operands, letters, result = op_table.equation(node)
         if len(operands) != 2 or len(letters[0]) < 2:
@@ -39,10 +43,13 @@ def multiply_equations(graph: fx.Graph) -> None:
         batch, row, inner, column = first[:-2], first[-2], first[-1], result[-1:]
         if len({*batch, row, inner, column}) != len(batch) + 3 or result != batch + row + column:
             continue
-        if second == batch + column + inner:
-            operands[1] = splicing.emit_before(node, torch.transpose, operands[1], -1, -2)
-        elif second != batch + inner + column:
+        shared = "".join(letter for letter in batch if letter in second)
+        if second not in (shared + column + inner, shared + inner + column) or shared[:1] != batch[:1]:
             continue
+        for dim in (dim for dim, letter in enumerate(batch) if letter not in second):
+            operands[1] = splicing.emit_before(node, torch.unsqueeze, operands[1], dim)
+        if second == shared + column + inner:
+            operands[1] = splicing.emit_before(node, torch.transpose, operands[1], -1, -2)
         node.op, node.target, node.args, node.kwargs = "call_function", operator.matmul, tuple(operands), {}
 
 

@@ -60,6 +60,10 @@ def check_policy(instance: Any, policy: Any) -> None:
                 f"{cls.__qualname__}: the {hidden[0]!r} of {base.__qualname__} is hidden by {policy.__name__}'s: "
                 f"put {base.__qualname__} first among the bases"
             )
+    window = instance.observation_window
+    require(
+        isinstance(window, int) and window >= 1, f"{cls.__qualname__}.observation_window", window, "must be at least 1"
+    )
     statistics = getattr(cls, "statistics", ())
     scans = isinstance(statistics, frozenset) and "scan" in statistics
     if scans and cls.scan is policy.scan and cls.smoothed is policy.smoothed:
@@ -104,6 +108,10 @@ def _checked(title: str, name: str, hook: Hook) -> Hook:
             if "DataDependent" in type(error).__name__:
                 reads = ".item(), .tolist(), `if tensor:`"
                 why = f"it reads a tensor on the host ({reads}), and hooks are traced: use where"
+            elif "DynamicOutputShape" in type(error).__name__:
+                why = "the shape of a result depends on values, as of nonzero, and hooks are traced: use where"
+            elif "FakeTensors" in str(error):
+                why += " (make tensors inside of the hook, because it is traced, or return them by `layer_weights`)"
             elif "NoneType" in str(error):
                 why += " (a field of Attention is None unless `statistics` lists it)"
             raise PolicyError(f"{title}: {_line(hook, error)}: {why}") from error
@@ -191,12 +199,50 @@ def _wrong_entries(policy: Any, hook_arguments: tuple[Any, ...], result: Any) ->
 def _wrong_score(policy: Any, hook_arguments: tuple[Any, ...], result: Any) -> str:
     tokens: Tokens = hook_arguments[0]
     shape, live = tokens.position.shape, tokens.live
-    wrong = _wrong_tensor(result, "int64 or float32 [B, H', N]", shape, lambda dtype: dtype != torch.bool)
+    kind = "int64 or float32 [B, H', N]"
+    wrong = _wrong_tensor(result, kind, shape, lambda dtype: dtype != torch.bool and not dtype.is_complex)
     return wrong or _wrong_values(live, functools.partial(_any_nan, result, live), "NaN as the score of a token")
 
 
 def _any_nan(value: Tensor, where: Tensor) -> Tensor:
     return value.isnan() & where
+
+
+def _wrong_compact(policy: Any, hook_arguments: tuple[Any, ...], result: Any) -> str:
+    tokens, keep = hook_arguments[0], result[0]
+    wrong = _wrong_tensor(keep, "bool [B, H', N]", tokens.position.shape, lambda dtype: dtype == torch.bool)
+    wrong = wrong or _wrong_changes(policy, tokens.position.shape, result[1])
+    stays = "more tokens to keep than the budget"
+    return wrong or _wrong_values(keep, lambda: (keep & tokens.live).sum(-1, keepdim=True) > tokens.budget, stays)
+
+
+def _wrong_capacity(policy: Any, budget: Any, capacity: Any, by_row: bool = False) -> str:
+    """Describe slots that the default eviction does not fit into, or that it would fill beyond the budget.
+
+    Args:
+        by_row: whether eviction reads a budget for each row, which it does not exceed in any number of slots.
+    """
+    if not isinstance(budget, int) or not isinstance(capacity, int) or not policy.evicts:
+        return ""  # symbols are not compared
+    own = policy._defines("victim") or policy._defines("tick")
+    needed = 1 if own else budget + (not policy.overwrites)
+    if capacity < needed:
+        return f"it returned {capacity} slots for a budget of {budget}, and needs {needed}"
+    if capacity > needed and not own and not by_row:
+        return f"it returned {capacity} slots for a budget of {budget}: more than {needed} need a `victim` or a `tick`"
+    return ""
+
+
+def _wrong_plan(policy: Any, hook_arguments: tuple[Any, ...], result: Any) -> str:
+    layers, _, budget = hook_arguments
+    if len(result) != len(layers):
+        return f"it returned plans of {len(result)} layers, not of {len(layers)}"
+    for plan in result:
+        if min((plan.budget, *plan.rows)) < 1:
+            return f"it returned a budget of {min((plan.budget, *plan.rows))}: a layer keeps at least 1 token"
+        if wrong := _wrong_capacity(policy, max((plan.budget, *plan.rows)), plan.capacity, plan.differs(budget)):
+            return wrong
+    return ""
 
 
 def _wrong_slots(slots: Tensor, letters: str, shape: Sequence[Any], tokens: Tokens) -> str:
@@ -247,24 +293,23 @@ def _wrong_state(policy: Any, hook_arguments: tuple[Any, ...], result: Any) -> s
 
 
 _IN_SHAPES: dict[str, Callable[[Any, tuple[Any, ...], Any], str]] = {
-    "plan": lambda _, args, result: (
-        "" if len(result) == len(args[0]) else f"it returned plans of {len(result)} layers, not of {len(args[0])}"
-    ),
+    "plan": _wrong_plan,
+    "capacity": lambda policy, args, result: _wrong_capacity(policy, args[0], result),
     "init_token_state": lambda policy, args, result: _wrong_changes(
         policy, (args[0].shape[0], 1 if policy.heads == "shared" else args[0].shape[1], args[0].shape[2]), result
     ),
     "rescore": _wrong_entries,
     "score": _wrong_score,
     "victim": lambda _, args, result: _wrong_slots(result, "[B, H']", args[0].position.shape[:-1], args[0]),
-    "compact": lambda policy, args, result: (
-        _wrong_tensor(result[0], "bool [B, H', N]", args[0].position.shape, lambda dtype: dtype == torch.bool)
-        or _wrong_changes(policy, args[0].position.shape, result[1])
-    ),
+    "compact": _wrong_compact,
     "merge_evicted": _wrong_merge,
     "align": _wrong_alignment,
     "bias": _wrong_bias,
     "logit_scale": lambda _, args, result: (
-        "" if result is None else _wrong_tensor(result, "a factor for each count", args[0].shape, _as_float)
+        ""
+        if result is None
+        else _wrong_tensor(result, "a factor for each count", args[0].shape, _as_float)
+        or _wrong_values(result, result.isnan, "NaN as a factor")
     ),
     "head_counts": lambda _, args, result: _wrong_tensor(
         result, "numbers [B, Hkv]", args[0].position.shape[:2], _as_float

@@ -79,8 +79,12 @@ def cut_computed_keys(
         return None
     tokens = _TokenAxis({expr(example_value(node).shape[2]) for node in (site.grown_key, site.grown_value)}, sizes)
     if not site.length_symbols:
-        why = "the model's code compares the cache's length with a number, so its graph serves only one length"
-        walk.refuse(site.call, f"{why}; this happens with a sparse index or a window over such a cache")
+        walk.refuse(
+            site.call,
+            "keys or values are computed from the cache, and the graph serves one length of the cache alone: after a "
+            "prompt of one token, begin with two; otherwise the model's code compares the length with a number, as "
+            "with a sparse index or a window over such a cache",
+        )
     results, stored = [*site.attended, *key_features], [site.grown_key, site.grown_value]
     subgraph = alias.dependents(alias.ancestors_with_writes(results, stored, site.call), stored) - set(stored)
     for node in subgraph:

@@ -525,6 +525,24 @@ def negative(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return a.masked_fill(~causal(i, j), -torch.inf).softmax(-1) @ v
 
 
+RELATIVE = torch.randn(17, DIM, generator=torch.Generator().manual_seed(0))
+
+
+def relative_to_the_query(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Attend with a bias that is a product of the query and a vector for each distance, as Shaw et al. do."""
+    bias = torch.einsum("bhqd,qkd->bhqk", q, RELATIVE[(i - j).clamp(-8, 8) + 8])
+    return (q @ k.transpose(-1, -2) * DIM**-0.5 + bias).masked_fill(j > i, -torch.inf).softmax(-1) @ v
+
+
+def relative_and_turned(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Attend with such a bias to queries that are rotated by complex numbers, and a product that hides keys."""
+    pairs = torch.view_as_complex(q.unflatten(-1, (-1, 2)).contiguous())
+    turned = torch.view_as_real(pairs * torch.polar(torch.ones(i.shape), i.float())).flatten(-2)
+    bias = torch.einsum("bhqd,qkd->bhqk", turned, RELATIVE[(i - j).clamp(-8, 8) + 8])
+    a = q @ k.transpose(-1, -2) * DIM**-0.5 + bias + (1.0 - causal(i, j).float()) * -1e9
+    return a.softmax(-1) @ v
+
+
 ZERO = torch.zeros(())
 
 LOGITS = [
@@ -594,6 +612,8 @@ LOGITS = [
         pieces=(5, 1),
     ),
     row("F-a-mask-from-the-caller", given, inputs={"m": whole}, held=True),
+    row("F-positions-relative-to-the-query", relative_to_the_query, held=True),
+    row("F-positions-relative-to-the-query-and-turned", relative_and_turned, held=True),
     row("F-mask-added-twice", logits(lambda a, i, j: a + additive(causal(i, j), -1e9) - 0.1 * j - 0.1 * j)),
 ]
 
@@ -617,6 +637,19 @@ def second_call_on_other_heads(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Te
 
 def grouped(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=causal(i, j), enable_gqa=True)
+
+
+def by_groups(order: str) -> Attend:
+    """Return attention that splits query heads into groups, in an order of "bhgqd", by equations with shared keys."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        sizes = (k.shape[1], -1) if order.index("h") < order.index("g") else (-1, k.shape[1])
+        read = order[:-1] + "s"
+        a = torch.einsum(f"{order},bhsd->{read}", (q * DIM**-0.5).unflatten(1, sizes), k)
+        probs = torch.where(causal(i, j)[0], a, -1e4).softmax(-1)
+        return torch.einsum(f"{read},bhsd->{order}", probs, v).flatten(1, 2)
+
+    return attend
 
 
 def without_the_first(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -685,6 +718,9 @@ HEADS = [
     row("G-expanded-and-reshaped", heads(spread), model=GROUPED, held=True),
     row("G-one-head-expanded", heads(lambda x: x.expand(-1, 4, -1, -1)), model={"heads": 4, "kv_heads": 1}, held=True),
     row("G-enable-gqa", grouped, model=GROUPED, held=True),
+    row("G-groups-by-equations", by_groups("bhgqd"), model=GROUPED, held=True),
+    row("G-groups-by-equations-of-other-heads", by_groups("bghqd"), model=GROUPED),
+    row("G-groups-by-equations-of-one-head", by_groups("bhgqd"), model={"heads": 4, "kv_heads": 1}, held=True),
 ]
 
 

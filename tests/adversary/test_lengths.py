@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -335,6 +336,14 @@ def test_keys_and_values_computed_from_cached_vectors_are_read(name: str, policy
     """
     verdict = judge(AT_READ[name], policy)
     assert verdict.kind == "held", verdict
+
+
+@pytest.mark.parametrize(("pieces", "kind"), [((1, 1, 1), "refused"), ((2, 1, 1), "held"), ((1, 2, 1), "refused")])
+def test_a_refusal_of_computed_keys_names_the_prompt_of_one_token(pieces: tuple[int, ...], kind: str) -> None:
+    """Check the remedy: torch takes the length of a cache of one token for a constant."""
+    verdict = judge(dataclasses.replace(AT_READ["normalized"], pieces=pieces))
+    assert verdict.kind == kind, verdict
+    assert kind == "held" or "after a prompt of one token, begin with two" in verdict.detail
 
 
 @pytest.mark.few(1)

@@ -218,6 +218,70 @@ def test_a_preallocated_cache_is_refused_however_it_is_written(how: str) -> None
         converse()
 
 
+class FilledInPlace(nn.Module):
+    """Attention whose new keys are written in place, by `fill`, before they are stored or attended to."""
+
+    def __init__(self, fill: Callable[[Tensor, Tensor], Tensor], dim: int, late: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fill, self.dim, self.late, self.embed, self.project = (
+            fill,
+            dim,
+            late,
+            nn.Embedding(16, 16),
+            nn.Linear(16, 48),
+        )
+
+    def forward(self, ids: Tensor, past: Any = None) -> Any:
+        seen = 0 if past is None else past[0][0].shape[self.dim]
+        i = torch.arange(seen, seen + ids.shape[1])
+        q, k, v = self.project(self.embed(ids)).unflatten(-1, (-1, 8)).chunk(3, 2)
+        k, turn = self.fill(k, (i[:, None, None] * 0.1).cos()), (1, 2) if self.dim == 2 else (0, 0)
+        k, v = k.transpose(*turn), v.transpose(*turn)
+        if past is not None:
+            k, v = torch.cat([past[0][0], k], self.dim), torch.cat([past[0][1], v], self.dim)
+        read, values = (x if self.dim == 2 else x.transpose(1, 2) for x in (k * 1.0 if self.late else k, v))
+        if self.late:
+            k[..., 0] = 7.0
+        mask = torch.arange(k.shape[self.dim]) <= i[:, None]
+        return F.scaled_dot_product_attention(q.transpose(1, 2), read, values, attn_mask=mask).transpose(1, 2), [(k, v)]
+
+
+def of_pairs(k: Tensor, turn: Tensor) -> Tensor:
+    out = torch.empty_like(k)
+    out[..., ::2], out[..., 1::2] = k[..., ::2] * turn, k[..., 1::2] - turn
+    return out
+
+
+def of_a_part(k: Tensor, turn: Tensor) -> Tensor:
+    out = k.clone()
+    out[..., :4] = out[..., :4] * turn
+    return out
+
+
+def of_halves(k: Tensor, turn: Tensor) -> Tensor:
+    out = torch.zeros(k.shape)
+    out[..., :4].copy_(k[..., :4] * turn)
+    out.narrow(-1, 4, 4).add_(k[..., 4:])
+    return out
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("fill", [of_pairs, of_a_part, of_halves])
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_new_keys_may_be_written_in_place_before_they_are_stored(
+    fill: Callable[[Tensor, Tensor], Tensor], dim: int, policy: str
+) -> None:
+    assert judge(Case(FilledInPlace(fill, dim)), policy).kind == "held"
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_new_keys_that_are_written_after_attention_has_read_them_are_refused(dim: int) -> None:
+    found = judge(Case(FilledInPlace(of_pairs, dim, late=True)))
+    assert (found.kind, "call 0" in found.detail) == ("refused", True)
+    assert "is updated at" in found.detail
+
+
 class Counting(Small):
     """A model that counts its tokens in a tensor of the caller."""
 

@@ -333,6 +333,20 @@ def shifted_in_place(logits: Tensor) -> Tensor:
     return logits.sub_(logits.max(-1, keepdim=True).values)
 
 
+def by_sums(x: Tensor) -> Tensor:
+    """Return logits that are no product of matrices."""
+    return (x[:, :, :, None] * x[:, :, None]).sum(-1)
+
+
+NO_ATTENTION |= {
+    "a choice of no product": (
+        lambda x: torch.where(x > 0, by_sums(x), LOWEST).softmax(-1) @ x, "where", "no operand comes from a product"
+    ),
+    "a sum of no product": (lambda x: (by_sums(x) + x).softmax(-1) @ x, "add", "no operand comes from a product"),
+    "a bound of no product": (
+        lambda x: by_sums(x).maximum(x.new_tensor(LOWEST)).softmax(-1) @ x, "maximum", "no operand comes from a product"
+    ),
+}  # fmt: skip
 SHIFTED = "the maximum of each row is subtracted before"
 NO_ATTENTION |= {
     "shifted before sinks": (lambda x: with_sink(shifted(squares(x)), x), "sub", SHIFTED),

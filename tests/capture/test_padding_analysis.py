@@ -44,6 +44,11 @@ def before(j: Tensor) -> Tensor:
     return torch.arange(-1, end=j.shape[0] - 1)
 
 
+def turns(j: Tensor) -> Tensor:
+    """Return complex numbers of length 1, as rotary embeddings multiply by."""
+    return torch.polar(torch.ones(j.shape), j.float())
+
+
 MARKS_PADDING: dict[str, Mask] = {
     "and": lambda p, i, j: causal(i, j) & p.bool()[:, None, None],
     "compared": lambda p, i, j: causal(i, j) & (p == 1)[:, None, None],
@@ -73,6 +78,10 @@ MARKS_NO_PADDING: dict[str, Mask] = {
     "summed": lambda p, i, j: causal(i, j) & (p.cumsum(-1) > 0)[:, None, None],
     "of the token before, by name": lambda p, i, j: (
         causal(i, j) & p.bool()[torch.arange(2)[:, None, None, None], before(j)[None, None, None]]
+    ),
+    "turned by a complex number": lambda p, i, j: causal(i, j) & (p[:, None, None] * turns(j) * 2).real.bool(),
+    "a complex constant": lambda p, i, j: (
+        causal(i, j) & (p[:, None, None] + torch.ones_like(turns(j)) * 2j).imag.bool()
     ),
     "written over": lambda p, i, j: (causal(i, j) & p.bool()[:, None, None]).fill_(True),
 }

@@ -12,11 +12,13 @@ import torch
 
 import kvpass
 from kvpass.policies import base
+from kvpass.policies.base import Plan
 from kvpass.policies.h2o import H2O
 from kvpass.policies.hook_checks import HOOKS
 from kvpass.policies.types import Merge, Tokens
 from tests.models import build, prompt, teacher_forced
 
+ONES = torch.ones(64, dtype=torch.int64)
 STATE: dict[str, Any] = {"state": lambda self: {"sum": torch.float32}}
 COUNTS: dict[str, Any] = {"clock": lambda self, clock, new, budget: (new,)}
 RESCORES: dict[str, Any] = {"rescore": lambda self, tokens, key, value, weights: {}}
@@ -57,6 +59,7 @@ HOOK_MISTAKES: list[tuple[str, Callable[..., Any], dict[str, Any], str]] = [
     ("score", lambda self, tokens: tokens.position.sum(-1), {}, r"returned torch.int64 of shape \(1, 1\), not int64"),
     ("score", lambda self, tokens: tokens.position[..., 1:], {}, r"of shape \(1, 1, 8\), not .*, here \(1, 1, 9\)"),
     ("score", lambda self, tokens: tokens.position > 3, {}, "returned torch.bool"),
+    ("score", lambda self, tokens: tokens.position.cfloat(), {}, "returned torch.complex64"),
     ("score", lambda self, tokens: None, {}, "returned a NoneType, not a tensor"),
     ("score", lambda self, tokens: tokens.positions, {}, "fails with AttributeError: 'Tokens' object has no"),
     ("score", lambda self, tokens: tokens.state["mass"], {}, "fails with KeyError: 'mass'"),
@@ -67,6 +70,8 @@ HOOK_MISTAKES: list[tuple[str, Callable[..., Any], dict[str, Any], str]] = [
     ("victim", lambda self, tokens: tokens.position.argmin(-1, keepdim=True), {}, r"not int64 \[B, H'\]"),
     ("compact", lambda self, tokens: tokens.live, {}, "not a pair: which tokens stay"),
     ("compact", lambda self, tokens: (tokens.position, {}), {}, "not bool"),
+    ("compact", lambda self, tokens: (tokens.live, {}), {}, "more tokens to keep than the budget"),
+    ("compact", lambda self, tokens: (tokens.newest(tokens.budget + 1), {}), {}, "more tokens to keep than the budget"),
     ("observe", lambda self, tokens, attention: {"sun": tokens.position}, STATE, r"changes 'sun'.* are \['sum'\]"),
     ("observe", lambda self, tokens, attention: {"sum": attention.last}, {**STATE, "statistics": frozenset({"last"})},
      r"shape \(1, 2, 2, 9\), not torch.float32 for 'sum', here \(1, 1, 9\)"),
@@ -78,9 +83,18 @@ HOOK_MISTAKES: list[tuple[str, Callable[..., Any], dict[str, Any], str]] = [
     ("row_state", lambda self: {"sum": "0"}, {}, "not a dict of names and numbers"),
     ("minimum_budget", lambda self: "4", {}, "not a number of tokens"),
     ("capacity", lambda self, budget, prompt=0: budget + 1.5, {}, "returned 7.5, not a number of slots"),
+    ("capacity", lambda self, budget, prompt=0: budget, {}, "6 slots for a budget of 6, and needs 7"),
+    ("capacity", lambda self, budget, prompt=0: -1, {}, "-1 slots for a budget of 6, and needs 7"),
+    ("capacity", lambda self, budget, prompt=0: 32, {}, "32 slots .* of 6: more than 7 need a `victim` or a `tick`"),
+    ("capacity", lambda self, budget, prompt=0: 0, {"victim": base.Policy.victim, **COUNTS,
+     "tick": lambda self, clock, budget: (True, clock)}, "0 slots for a budget of 6, and needs 1"),
     ("clock", lambda self, clock, new, budget: None, {}, "returned None, not a tuple of numbers"),
     ("tick", lambda self, clock, budget: False, COUNTS, "returned False, not a pair"),
     ("plan", lambda self, attention, valid, budget: budget, {}, "returned 6, not a list of Plan"),
+    ("plan", lambda self, attention, valid, budget: [Plan(6, 4)], {}, "4 slots for a budget of 6, and needs 7"),
+    ("plan", lambda self, attention, valid, budget: [Plan(6, 9)], {}, "9 slots .* of 6: more than 7 need"),
+    ("plan", lambda self, attention, valid, budget: [Plan(9, 9, (9, 4))], {}, "9 slots .* of 9, and needs 10"),
+    ("plan", lambda self, attention, valid, budget: [Plan(6, 7, (6, 0))], {}, "a budget of 0: a layer keeps at least"),
     ("plan", lambda self, attention, valid, budget: [], {}, "returned plans of 0 layers, not of 1"),
     ("layer_weights", lambda self, layer: torch.ones(1), RESCORES, "not a list of tensors"),
     ("head_classes", lambda self, heads, budget: [(1, 2)], {}, "not a tuple of HeadClass"),
@@ -88,6 +102,7 @@ HOOK_MISTAKES: list[tuple[str, Callable[..., Any], dict[str, Any], str]] = [
     ("rescore", lambda self, tokens, key, value, weights: {"size": key}, {}, r"for 'size', not \[B, H', N\]"),
     ("logit_scale", lambda self, count: 2.0, {}, "returned a float, not a tensor: a factor for each count"),
     ("logit_scale", lambda self, count: torch.ones(3), {}, r"of shape \(3,\), not a factor for each count"),
+    ("logit_scale", lambda self, count: count * torch.nan, {}, "returned NaN as a factor"),
     ("bias", lambda self, tokens, groups: 1.0, {}, r"returned a float.* broadcast to \[B, Hkv, G, N\]"),
     ("bias", lambda self, tokens, groups: torch.ones(3), {}, r"of shape \(3,\), not float32 that can be broadcast"),
     ("bias", lambda self, tokens, groups: tokens.live[:, :, None], {}, "returned torch.bool .*, not float32"),
@@ -136,11 +151,39 @@ def test_reads_on_the_host_are_reported_where_a_model_is_traced() -> None:
 
 
 @pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        (lambda self, tokens: tokens.position + tokens.live.nonzero().sum(), "the shape of a result depends on values"),
+        (
+            lambda self, tokens: tokens.position * ONES[tokens.position.clamp(0)],
+            r"FakeTensors.*\(make tensors inside of the hook",
+        ),
+    ],
+)
+def test_what_no_traced_hook_can_do_is_explained(score: Callable[..., Any], said: str) -> None:
+    with pytest.raises(kvpass.PolicyError, match=rf"(?s)score: {__file__}:\d+: .*{said}"):
+        run(policy(score=score)())
+
+
+def test_slots_beyond_the_budget_are_for_policies_that_choose_among_them() -> None:
+    """Check that more slots work with a victim of the policy's own, and with budgets by row."""
+    roomy: dict[str, Any] = {"capacity": lambda self, budget, prompt=0: budget + 9}
+    own = policy(**roomy, victim=lambda self, tokens: tokens.position.argmin(-1))()
+    by_row = policy(plan=lambda self, attention, valid, budget: [Plan(6, 12, (6,) * len(valid))])()
+    expected = simulated(policy()())[-1, ..., :6]
+    assert torch.equal(simulated(by_row)[-1, ..., :6], expected)
+    assert run(own).positions[-1][0].shape[-1] <= 15
+
+
+@pytest.mark.parametrize(
     ("body", "said"),
     [
         ({"name": 7}, "Mine.name=7: must be a string"),
         ({"heads": "all"}, "Mine.heads='all': must be 'shared' or 'kv'"),
         ({"positions": "relative"}, "Mine.positions='relative': must be"),
+        ({"observation_window": property(lambda self: 0)}, "Mine.observation_window=0: must be at least 1"),
+        ({"observation_window": property(lambda self: -3)}, "Mine.observation_window=-3: must be at least 1"),
+        ({"observation_window": lambda self: 4}, "Mine.observation_window=<bound method .*: must be at least 1"),
         ({"statistics": {"total"}}, "Mine.statistics={'total'}: must be a frozenset, each item 'total'"),
         ({"statistics": frozenset({"sum"})}, "Mine.statistics=.*: must be a frozenset, each item 'total'"),
         ({"shardable": True}, "Mine.shardable=True: must be"),

@@ -87,7 +87,8 @@ class ExactAttention:
     def matches_mask(self, mask: Tensor, bias: Tensor | None, columns: Tensor) -> bool:
         """Return whether a mask [B, ., ., q, N] and a bias on slots equal the keys' ones.
 
-        Queries that see no key are not compared.
+        Queries that see no key are not compared. A bias may be a sum of products, as of a query and a table of relative
+        positions: the rounding of its terms does not become less where they cancel.
 
         Args:
             columns: int64 [B, H', N], the index of each slot's key among the keys here; -1 for a free slot.
@@ -105,9 +106,11 @@ class ExactAttention:
         hidden = on_keys <= HIDDEN
         if bool((((on_slots <= HIDDEN) != hidden) & sees).any()):
             return False
-        eps = 0.0 if bias is None else _eps(bias)
-        close = (on_slots - on_keys).abs() <= EQUAL_ULPS * max(eps, self.bias_eps) * on_keys.abs()
-        return bool((close | hidden | ~sees).all())
+        eps = max(0.0 if bias is None else _eps(bias), self.bias_eps)
+        size = on_keys.abs().masked_fill(hidden, 0.0)
+        sum_eps = min(eps, torch.finfo(torch.float32).eps)
+        allowed = EQUAL_ULPS * (eps * size + sum_eps * size.amax(-1, keepdim=True))
+        return bool((((on_slots - on_keys).abs() <= allowed) | hidden | ~sees).all())
 
 
 def _largest_share(difference: Tensor, allowed: Tensor, only: Tensor) -> float:

@@ -120,7 +120,9 @@ class Lockstep:
         before = result.shape[2] - self.new_tokens
         if past is not None and not torch.equal(result[:, :, :before], self.argument(self._indices[past])):
             self.refuse(site, NOT_APPENDED)
-        self._model_values[node.name] = result[:, :, before:].clone()
+        new_vectors = result[:, :, before:]
+        # Without a past the model may fill them in place after this node; nothing writes after attention reads them.
+        self._model_values[node.name] = new_vectors if past is None else new_vectors.clone()
         return result
 
     # -- the canonical graph -----------------------------------------------------------------------------------------

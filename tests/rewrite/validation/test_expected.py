@@ -82,6 +82,19 @@ def test_a_mask_on_slots_is_compared_by_token() -> None:
     assert not exact.matches_mask(mask, given * 1.01, order)
 
 
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 3e-8), (torch.bfloat16, 3e-8), (torch.float64, 1e-16)])
+def test_a_bias_is_compared_up_to_the_rounding_of_its_largest_terms(dtype: torch.dtype, off: float) -> None:
+    """Compare a bias that is a sum, whose terms cancel for one key."""
+    query, key = torch.randn(1, 1, 1, 4, dtype=dtype), torch.randn(1, 1, 3, 4, dtype=dtype)
+    bias = torch.tensor([[[[0.5, off / 2, -1e9]]]], dtype=dtype)
+    exact = attend_exactly(dict(query=query, key=key, value=key, mask=bias, scale=1.0))
+    order, mask = torch.tensor([[[0, 1, 2]]]), torch.ones(1, 1, 1, 1, 3, dtype=torch.bool)
+    changes = [(off, True), (1e4 * off, False)]
+    for change, expected in changes:
+        given = bias[:, :, None] + torch.tensor([0.0, change, 0.0], dtype=dtype)
+        assert exact.matches_mask(mask, given, order) == expected
+
+
 def test_equal_up_to_rounding_by_dtype() -> None:
     x = torch.randn(50).to(torch.bfloat16)
     assert equal_up_to_rounding(x, x)
