@@ -27,7 +27,7 @@ from benchmarks.settings import Settings
 from benchmarks.timing import Local, Plan, interleaved, medians
 from kvpass.lowering import row_kernel, row_products
 from kvpass.lowering.row_products import Processor
-from kvpass.torch_private import inductor
+from kvpass.torch_private import inductor, processor
 
 TITLE = "Products of a few rows"
 LIBRARY, ONE, TWO, FOUR, KERNEL = "library", "loops", "loops over halves", "loops over quarters", "kernel"
@@ -191,4 +191,4 @@ def _most(cases: Sequence[Row], holds: Callable[[Row], bool]) -> int:
 
 def vectors() -> str:
     """Return the vectors and dot products that loops use on this processor."""
-    return f"{Processor.here().vectors}, dot products of {sorted(map(str, inductor.dot_products())) or 'none'}"
+    return f"{Processor.here().vectors}, dot products of {sorted(map(str, processor.dot_products())) or 'none'}"

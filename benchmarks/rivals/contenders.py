@@ -17,7 +17,7 @@ from benchmarks.rivals import weights
 from benchmarks.rivals.engine import Setup
 from benchmarks.worker import Worker
 from kvpass.apps import checkpoint
-from kvpass.torch_private import exported_code
+from kvpass.torch_private import processor
 
 BUDGET = 512
 
@@ -109,7 +109,7 @@ def _environment(package: str) -> str:
     """Return the name of a folder; what is compiled for one processor has another one than on the next."""
     if package not in VARIABLES:
         return f"{package}-environment"
-    flags = " ".join(sorted(exported_code.flags_of_processor()))
+    flags = " ".join(sorted(processor.flags_of_processor()))
     return f"{package}-environment-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 

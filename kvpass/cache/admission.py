@@ -60,9 +60,9 @@ def admit(layout: Layout, before: Any, to_admit: TokensToAdmit, budgets: Sequenc
     past = Slots.empty(layout) if before is None else before
     if before is None and layout.row_budgets:
         past.state[ROW_BUDGET].copy_(torch.tensor(budgets).view(-1, 1, 1))
-    scored = _score_candidates(layout, past, to_admit, budgets, before is None)
+    candidates = _score_candidates(layout, past, to_admit, budgets, before is None)
     slots = into or past
-    _select_and_store(layout, slots, scored)
+    _select_and_store(layout, slots, candidates)
     if before is not None and layout.policy.aligns in ("step", "compact"):
         changes = align(layout, slots, slots.tokens(layout), layout.policy_weights, to_admit.valid.shape[1])
         for name, changed in changes.items():
@@ -115,26 +115,26 @@ def _score_candidates(
     return _Candidates(tokens, index, key, value)
 
 
-def _select_and_store(layout: Layout, slots: Slots, scored: _Candidates) -> None:
+def _select_and_store(layout: Layout, slots: Slots, candidates: _Candidates) -> None:
     """Let the policy select among tokens, and write those that stay to slots."""
-    keep, changes = layout.eviction.compact(scored.tokens)
-    scored = dataclasses.replace(scored, tokens=scored.tokens.with_state(changes))
-    _fill(layout, slots, scored, keep)
-    slots.seen.copy_(scored.tokens.seen[:, 0, 0])
-    slots.length.copy_(scored.index[:, 0, -1] + 1)
+    keep, changes = layout.eviction.compact(candidates.tokens)
+    candidates = dataclasses.replace(candidates, tokens=candidates.tokens.with_state(changes))
+    _fill(layout, slots, candidates, keep)
+    slots.seen.copy_(candidates.tokens.seen[:, 0, 0])
+    slots.length.copy_(candidates.index[:, 0, -1] + 1)
     if layout.policy.merges:
-        _merge_evicted(layout, slots, scored, scored.tokens.live & ~keep)
+        _merge_evicted(layout, slots, candidates, candidates.tokens.live & ~keep)
     slots.free.copy_(next_free(layout, slots))
 
 
 def _admit_prompt_by_class(layout: Layout, prompt: TokensToAdmit) -> ClassedSlots:
     """Admit a prompt: the policy orders the heads, and each class of them selects among its tokens."""
     whole = dataclasses.replace(layout, classes=(), capacity=1)
-    scored = _score_candidates(whole, Slots.empty(whole), prompt, (layout.budget,), True)
-    counts = layout.policy.head_counts(scored.tokens, layout.layer)
+    candidates = _score_candidates(whole, Slots.empty(whole), prompt, (layout.budget,), True)
+    counts = layout.policy.head_counts(candidates.tokens, layout.layer)
     slots = ClassedSlots.empty(layout, counts.argsort(dim=-1, descending=True, stable=True))
     for class_layout, class_slots, heads in zip(layout.by_class, slots.by_class, layout.head_slices, strict=True):
-        _select_and_store(class_layout, class_slots, scored.of_heads(slots.order[:, heads], class_layout))
+        _select_and_store(class_layout, class_slots, candidates.of_heads(slots.order[:, heads], class_layout))
     return slots
 
 
@@ -198,14 +198,14 @@ def _join_candidates(
     return tokens, join(past.index, new_index[:, None])
 
 
-def _fill(layout: Layout, slots: Slots, scored: _Candidates, keep: Tensor) -> None:
+def _fill(layout: Layout, slots: Slots, candidates: _Candidates, keep: Tensor) -> None:
     """Write the tokens that stay to the first slots, and free the others."""
-    tokens, index = scored.tokens, scored.index
+    tokens, index = candidates.tokens, candidates.index
     position = torch.where(keep, tokens.position, FREE)
     kept = slots_by_position(position)[..., : slots.capacity]  # [B, H', n]
     count = kept.shape[-1]
-    slots.key.fill(scored.key.gather(kept))
-    slots.value.fill(scored.value.gather(kept))
+    slots.key.fill(candidates.key.gather(kept))
+    slots.value.fill(candidates.value.gather(kept))
     for buffer, values in ((slots.position, position), (slots.index, index.masked_fill(~keep, FREE))):
         compacted = values.gather(-1, kept)
         buffer.fill_(FREE)
@@ -219,14 +219,15 @@ def _fill(layout: Layout, slots: Slots, scored: _Candidates, keep: Tensor) -> No
     slots.rank.copy_((slots.position >= 0).cumsum(-1) - 1)
 
 
-def _merge_evicted(layout: Layout, slots: Slots, scored: _Candidates, evicted: Tensor) -> None:
+def _merge_evicted(layout: Layout, slots: Slots, candidates: _Candidates, evicted: Tensor) -> None:
     """Let the policy merge evicted tokens into the filled slots."""
     count = int(evicted.sum(-1).max())
-    evicted_indices = slots_by_position(torch.where(evicted, scored.tokens.position, FREE))[..., :count]  # [B, H', E]
-    cached_keys, evicted_keys = slots.key.read(), scored.key.gather(evicted_indices).read()
+    by_position = slots_by_position(torch.where(evicted, candidates.tokens.position, FREE))
+    evicted_indices = by_position[..., :count]  # [B, H', E]
+    cached_keys, evicted_keys = slots.key.read(), candidates.key.gather(evicted_indices).read()
     merging = layout.pinned_tokens or layout.policy
     merge = merging.merge_evicted(slots.tokens(layout), cached_keys, evicted_keys, evicted.gather(-1, evicted_indices))
-    for buffer, vectors in ((slots.key, scored.key), (slots.value, scored.value)):
+    for buffer, vectors in ((slots.key, candidates.key), (slots.value, candidates.value)):
         _merge_into(buffer, vectors, evicted_indices, merge)
     for name, changed in merge.state.items():
         slots.state[name].copy_(changed)

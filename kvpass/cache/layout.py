@@ -38,7 +38,7 @@ class Layout:
         kv_dtype: the storage format of keys and values; None for `dtype`.
         sharding: how the layer's heads are sharded over processes; `heads` counts this process's heads.
         crops: whether a chunk also returns the inputs of its statistics, so that its last tokens can be cropped.
-        exact_capacity: the capacity fits this prompt and layer; others need other capacities.
+        exact_capacity: the capacity was computed for this prompt and layer; others have other capacities.
         classes: the classes of KV heads with different budgets; `budget` is their mean and `capacity` their
             largest number of slots; () for equal heads.
     """

@@ -85,8 +85,9 @@ _NO_ATTENTION = (
     "is not followed, load it with attn_implementation='sdpa' or 'eager'"
 )
 _ORDINARY = (
-    "its cache is an ordinary tensor that grows next to caches of kvpass: it was replaced, or its keys came from other "
-    "inputs than its queries in the prompt, and such a cache must not grow"
+    "this layer's cache is an ordinary tensor, while other layers have caches of kvpass: a tensor was put in the place "
+    "of the cache after the prompt, or this was cross-attention in the prompt; pass each layer the cache that the "
+    "model returned for it"
 )
 
 
@@ -273,19 +274,20 @@ class _CacheSearch:
         first = node.all_input_nodes[0]
         return first.op == "placeholder" and is_tensor(first) and example_value(first).ndim >= 3
 
-    def _read_call(self, call: AttentionCall) -> CachedAttentionCall:
-        computed = False
+    def _caches_of(self, call: AttentionCall) -> tuple[Origin, Origin, bool]:
+        """Return the caches of keys and values, and whether what is attended to is computed from them."""
         try:
             key, val = origin_of(call.key, self.outputs), origin_of(call.value, self.outputs)
-            computed = any(  # in another dtype than the cached one
-                example_value(attended).dtype != example_value(origin.grown).dtype
-                for attended, origin in ((call.key, key), (call.value, val))
-            )
         except CacheRefused:
             sources = self._source_caches(call)
             if sources is None:
                 raise
-            (key, val), computed = sources, True
+            return *sources, True
+        pairs = ((call.key, key), (call.value, val))
+        return key, val, any(example_value(node).dtype != example_value(cache.grown).dtype for node, cache in pairs)
+
+    def _read_call(self, call: AttentionCall) -> CachedAttentionCall:
+        key, val, computed = self._caches_of(call)
         if (key.past is None) != (val.past is None):
             raise CacheRefused("only one of key and value has a past")
         if computed:

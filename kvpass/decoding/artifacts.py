@@ -29,18 +29,18 @@ from kvpass.arguments import Positive, check_arguments, require
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle
 from kvpass.cache.model_cache import caches_in, refresh_handles, usable_caches_in
-from kvpass.decoding import artifact_folder, recording
+from kvpass.decoding import artifact_folder, export_recording
 from kvpass.decoding.artifact_folder import TENSORS, ExportFiles, code_from_manifest, read_manifest, write_folder
 from kvpass.decoding.cache_files import CacheObjectReader, FilePath, policy_of, settings_json
+from kvpass.decoding.export_recording import RecordedCall, named_tensors
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.recording import RecordedCall, named_tensors
 from kvpass.decoding.synthetic_conversation import failure, synthetic_tokens, visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError, UnsupportedGraph
 from kvpass.policies.base import Policy
 from kvpass.runtime import model_identity
 from kvpass.runtime.call_context import call_pins
 from kvpass.runtime.exported_graphs import ExportedPrompt, ExportedStep
-from kvpass.torch_private import exported_code, generated_code
+from kvpass.torch_private import generated_code, processor
 from kvpass.torch_private.tensors import is_wrapper
 
 PINS = "the artifact was exported without code for pinned tokens: use a DecodeLoop that compiles"
@@ -96,7 +96,7 @@ def export_loop(loop: DecodeLoop, path: FilePath, batch: int = 1) -> str:
     model, target = loop.model, Path(path)
     check_exportable(loop, target)
     before = _code_settings(model)
-    with recording.recording_calls(loop) as result:
+    with export_recording.recording_calls(loop) as result:
         visit_graphs(loop, batch, prefixes=True)
     after = _code_settings(model)
     constant = {name: value for name, value in before.items() if after.get(name) == value}  # it may count its calls
@@ -125,7 +125,7 @@ def _manifest(
     loop: DecodeLoop, calls: Sequence[RecordedCall], batch: int, code_settings: dict[str, Any], files: ExportFiles
 ) -> dict[str, Any]:
     """Return the manifest of a loop's graphs, and add their code and constants to the files."""
-    graphs = recording.graph_manifests(loop.model, calls, files)
+    graphs = export_recording.graph_manifests(loop.model, calls, files)
     libraries = {name: files.add_library(file) for name, file in generated_code.built_libraries().items()}
     files.write_tensors()
     return dict(
@@ -237,7 +237,7 @@ class ExportedCall:
         kind = "prompt" if not layers else "step" if new == 1 else "chunk"
         graph = self._graph(kind, rows, attention_mask is not None, new)
         inputs = {"ids": ids, "mask": attention_mask, "positions": position_ids}
-        counts = recording.token_counts(layers[0].length if layers else 0, rows, new)
+        counts = export_recording.token_counts(layers[0].length if layers else 0, rows, new)
         tensors = dict(named_tensors(self.model))  # which the user may have replaced
         _check_tensors(self.shapes, _tensor_manifest(self.model))
         _check_same_model(self.code_settings, _code_settings(self.model))
@@ -355,7 +355,7 @@ def _processor_here() -> dict[str, Any]:
     """Return the facts about the processor and the threads that exported code depends on."""
     return {
         "vectors": torch.backends.cpu.get_cpu_capability(),
-        "flags": sorted(exported_code.flags_of_processor()),
+        "flags": sorted(processor.flags_of_processor()),
         "threads": torch.get_num_threads(),
     }
 
@@ -384,7 +384,7 @@ def _check_processor(saved: Mapping[str, Any]) -> None:
 
 def _model_manifest(model: torch.nn.Module) -> dict[str, Any]:
     """Return the model's part of an artifact's manifest."""
-    names = recording.tensor_names(model)
+    names = export_recording.tensor_names(model)
     return {
         "class": type(model).__name__,
         "config": model_identity.settings_of(model),
@@ -396,7 +396,7 @@ def _model_manifest(model: torch.nn.Module) -> dict[str, Any]:
 
 def _tensor_manifest(model: torch.nn.Module) -> dict[str, str]:
     """Return the properties of each tensor of a model on which compiled code depends, by name."""
-    first = recording.tensor_names(model)  # a tied tensor is one argument, and found again by its first name
+    first = export_recording.tensor_names(model)  # a tied tensor is one argument, and found again by its first name
     return {
         name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} {list(x.stride())} {x.device}"
         + ("" if first[id(x)] == name else f", tied to {first[id(x)]}")

@@ -8,7 +8,7 @@ import sysconfig
 
 from kvpass import versions
 from kvpass.lowering import attention_tiles
-from kvpass.torch_private import inductor
+from kvpass.torch_private import inductor, processor
 
 MEANING = {
     "torch": "kvpass needs it",
@@ -68,8 +68,8 @@ def _compiler() -> Finding:
 
 def _processor() -> Finding:
     """Report the instructions for products in half precision that torch finds, by which kvpass chooses kernels."""
-    dots = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in inductor.dot_products()))
-    found = [f"dot products of {dots}"] * bool(dots) + ["matrix tiles"] * inductor.has_matrix_tiles()
+    dots = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in processor.dot_products()))
+    found = [f"dot products of {dots}"] * bool(dots) + ["matrix tiles"] * processor.has_matrix_tiles()
     return Finding("instructions of the processor", ", ".join(found) or "no products in half precision")
 
 

@@ -3,7 +3,7 @@
 Capture often needs to know whether a tensor is computed slice by slice along one axis.  Examples are whether the mask
 of a key depends on that key alone, or the keys of a head on that head alone.  `propagate_dim` answers for one
 operation: given an axis of an operand, it returns the axis of the result whose slice k is computed from slice k of the
-operand and from no other slice.  An operator outside the table has no such axis; its callers refuse the graph or use
+operand and from no other slice.  For any other operator the answer is None; callers refuse the graph or use
 another method, and never assume an axis.
 """
 

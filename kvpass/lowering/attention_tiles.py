@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvpass.lowering.attend import broadcast_strides
 from kvpass.lowering.attention_blocks import AttentionInputs, by_group, with_dense_last_dim
-from kvpass.torch_private import generated_code, inductor, tensors
+from kvpass.torch_private import generated_code, inductor, processor, tensors
 
 QUERIES, KEYS = 64, 128  # of a tile, whose logits take 32 KB
 MIN_QUERIES = QUERIES // 2
@@ -303,13 +303,13 @@ def is_faster(query: Tensor, mask: Tensor | None, summed: bool) -> bool:
     """
     count = query.shape[2] if isinstance(query.shape[2], int) else sys.maxsize
     shared = mask is None or mask.shape[1] == 1
-    library_is_fast = query.dtype == torch.bfloat16 and inductor.has_matrix_tiles() and shared and not summed
+    library_is_fast = query.dtype == torch.bfloat16 and processor.has_matrix_tiles() and shared and not summed
     if library_is_fast and mask is None:
         return False
     if count < (MIN_MASKED if library_is_fast else MIN_QUERIES):
         return False
     products = dtype_of_products(query.dtype, query.shape[3])  # which may compile, so it comes last
-    return products == torch.float32 or products in inductor.dot_products()
+    return products == torch.float32 or products in processor.dot_products()
 
 
 def start_builds(dtype: torch.dtype) -> threading.Thread:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kvpass.torch_private import generated_code, inductor
+from kvpass.torch_private import generated_code, processor
 
 BLOCK = 1 << 22
 """The most weights that are converted at a time, which take 16 MiB."""
@@ -67,7 +67,7 @@ def _fake(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 def is_faster(dtype: torch.dtype) -> bool:
     """Return whether products of many rows in a dtype are faster in float32 on this processor."""
-    return dtype in (torch.bfloat16, torch.float16) and dtype not in inductor.library_products()
+    return dtype in (torch.bfloat16, torch.float16) and dtype not in processor.library_products()
 
 
 class InFloat32(TorchFunctionMode):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import KVPassWarning
-from kvpass.torch_private import cpp_templates, inductor, symbolic_shapes, tensors
+from kvpass.torch_private import cpp_templates, inductor, processor, symbolic_shapes, tensors
 from kvpass.versions import untested_version
 
 MAX_ROWS = {torch.float32: 12, torch.bfloat16: 16, torch.float16: 16, torch.int8: 16, torch.uint8: 16}
@@ -100,7 +100,7 @@ def _is_right() -> bool:
 
 def uses_dot_products(rows: torch.dtype, matrix: torch.dtype) -> bool:
     """Return whether the processor multiplies pairs of these dtypes; otherwise rows must be in float32."""
-    return rows == matrix == torch.bfloat16 and torch.bfloat16 in inductor.dot_products()
+    return rows == matrix == torch.bfloat16 and torch.bfloat16 in processor.dot_products()
 
 
 @functools.cache

@@ -28,7 +28,7 @@ import torch.fx as fx
 from kvpass.fx import splicing
 from kvpass.lowering import float32_products, row_kernel
 from kvpass.lowering.formats.code_products import MAX_SUMS
-from kvpass.torch_private import inductor, symbolic_shapes, tensors
+from kvpass.torch_private import inductor, processor, symbolic_shapes, tensors
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Function = Callable[..., torch.Tensor]
@@ -113,7 +113,7 @@ class Processor:
     @staticmethod
     def here() -> Processor:
         """Return the properties of this machine's processor."""
-        return Processor(inductor.l1_cache_bytes(), inductor.dot_products(), torch.backends.cpu.get_cpu_capability())
+        return Processor(processor.l1_cache_bytes(), processor.dot_products(), torch.backends.cpu.get_cpu_capability())
 
     def limits(self, dtype: torch.dtype) -> RowLimits:
         """Return the limits of products in a dtype."""

@@ -36,7 +36,7 @@ class LayerOutputs:
         key, value: its keys as stored, rotated or not, and its values.
         valid_output: bool [B, q], or None if no token is padding.
         statistics: the results of `kvpass.lowering.attention_statistics`; empty if none are needed.
-        operands: its query, its attended keys, its mask and its sink (None if it has none), which a cache that can be
+        operands: its query, its attended keys, its mask and its sink (None without one), which a cache that can be
             cropped needs; None if they are not needed.
     """
 

@@ -49,7 +49,7 @@ class StepRewriteInput:
         canonical_gm, sites: the graph, which is not modified, and its attention on caches.
         layouts, slots: the layout and the slots of each layer.
         arguments: Dynamo's arguments.
-        sizes: the values of the graph's symbols in this call.
+        sizes: what each symbolic size is in this call: a number, growing, or dynamic.
         length: the number of tokens before this call, padding included.
         windows: for each layer, how many tokens the model stores, None for all.
         compact: whether the policy compacts the slots in this step.

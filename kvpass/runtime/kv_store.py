@@ -21,8 +21,8 @@ from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
 from kvpass.policies.types import Attention, Clock
 from kvpass.runtime.cache_changes import admit_chunk, change_layout, mark_addresses_static
 from kvpass.runtime.call_context import call_pins
-from kvpass.runtime.call_records import AdmittedChunk
 from kvpass.runtime.clocks import clocks_after
+from kvpass.runtime.cropping import AdmittedChunk
 
 
 class KVStore:

@@ -13,8 +13,8 @@ from kvpass.policies.pinned_tokens import Pins
 from kvpass.rewrite.pipeline import HostValues, StepSignature
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.call_context import call_pins
-from kvpass.runtime.call_records import store_undo_records, undo_records_before
 from kvpass.runtime.clocks import advance_counts, next_clocks
+from kvpass.runtime.cropping import store_undo_records, undo_records_before
 from kvpass.runtime.padding_tracker import PaddingTracker
 from kvpass.runtime.sizes import SizeInterpretation
 from kvpass.runtime.variants import CompiledVariant
@@ -62,6 +62,9 @@ class StepExecutor(abc.ABC):
     """Run the new tokens of a call on the slots of caches, and update the caches.
 
     Attributes:
+        backend: the settings, and the storage of cached tokens.
+        sites: the attention on each layer's cache.
+        padding: the inputs that mark padding.
         counters: the indices of the arguments that may count tokens.
     """
 

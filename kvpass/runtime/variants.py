@@ -15,7 +15,7 @@ from kvpass.rewrite.pipeline import StepRewrite, StepSignature
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.deferred_code import DeferredCode
 from kvpass.runtime.lru_cache import LruCache
-from kvpass.torch_private import dynamo, inductor, symbolic_shapes
+from kvpass.torch_private import dynamo, inductor, processor, symbolic_shapes
 
 MAX_DYNAMIC_VARIANTS = 4  # variants with dynamic sizes for calls that differ only in sizes
 SIZE_BY_SIZE = (
@@ -150,7 +150,7 @@ class CompiledVariant:
             splicing.release_example_data(rewritten_gm.graph)  # code that runs the graph needs none
             self._rewrite = None
             dynamo.release_source_lines()
-            inductor.return_free_memory()
+            processor.return_free_memory()
             return run
 
         waits = rewrite is not None and chunk and not backend.compiles_at_once
@@ -194,15 +194,27 @@ class VariantCache:
         variants = self._dynamic.find(kind)
         if variants is None:
             variants = self._dynamic.put(kind, [])
-        dynamic_variant = next((variant for variant in variants if variant.serves(key)), None)
-        number_indices = tuple(index for index in key.dynamic_indices if index < len(key.numbers))
-        only_slots = decodes and not number_indices  # only capacities and the budget can be dynamic
-        has_first_sizes = only_slots and (self._first_keys.find(kind) or self._first_keys.put(kind, key)) == key
-        if dynamic_variant or (has_first_sizes and not key.exact_layers):
-            return dynamic_variant
+        has_first_sizes = self._has_first_sizes(kind, key, decodes)
+        serving = next((variant for variant in variants if variant.serves(key)), None)
+        if serving is not None or has_first_sizes:
+            return serving
         if len(variants) == MAX_DYNAMIC_VARIANTS:
             warnings.warn(SIZE_BY_SIZE, KVPassWarning, stacklevel=2)
             return None
+        return self._rewrite_dynamic(variants, key, rewrite)
+
+    def _has_first_sizes(self, kind: Any, key: ShapeKey, decodes: bool) -> bool:
+        """Return whether a step has the first sizes of slots of its kind, for which static code is made."""
+        if not decodes or any(index < len(key.numbers) for index in key.dynamic_indices):
+            return False
+        first = self._first_keys.find(kind) or self._first_keys.put(kind, key)
+        return first == key and not key.exact_layers
+
+    def _rewrite_dynamic(
+        self, variants: list[CompiledVariant], key: ShapeKey, rewrite: Rewrite
+    ) -> CompiledVariant | None:
+        """Return a new variant with as many dynamic sizes as the policy and the graph allow; None without any."""
+        number_indices = tuple(index for index in key.dynamic_indices if index < len(key.numbers))
         exact_indices = range(len(key.numbers), len(key.numbers) + len(key.exact_layers))
         for indices in dict.fromkeys((key.dynamic_indices, number_indices)):
             exchangeable = [i for i, index in enumerate(indices) if index in exact_indices]

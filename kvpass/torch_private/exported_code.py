@@ -144,20 +144,3 @@ def _kernel(path: str) -> Any:
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return getattr(module, generated_code.KERNEL)
-
-
-INSTRUCTIONS = (
-    *("avx", "amx", "sse", "ssse", "fma", "f16c", "bmi", "abm", "movbe", "gfni", "vaes", "vpcl"),
-    *("asimd", "sve", "sme", "bf16", "i8mm", "fphp", "atomics"),
-)
-"""Beginnings of the names of instructions that compilers use."""
-
-
-def flags_of_processor() -> frozenset[str]:
-    """Return the vector and matrix instructions of this processor, as Linux names them; empty where it does not."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(flag for flag in flags.split() if flag.startswith(INSTRUCTIONS))

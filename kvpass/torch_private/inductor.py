@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import itertools
 import operator
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -133,37 +131,6 @@ def materialize(x: Tensor) -> Tensor:
     if symbols(x):  # the compiler's strides are unknown then, and a strided view would apply to them
         return cast(Tensor, force_stride_order(x, list(x.stride())))
     return x.as_strided(x.shape, x.stride())
-
-
-def l1_cache_bytes() -> int:
-    """Return the bytes of a core's L1 data cache; the usual 32 KiB if torch does not know."""
-    return int(_capabilities().get("l1d_cache_size", 0)) or 32 << 10
-
-
-def dot_products() -> frozenset[torch.dtype]:
-    """Return the half-precision dtypes with dot-product instructions here, which torch's libraries use."""
-    known = _capabilities()
-    names = {torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
-    return frozenset(dtype for dtype, any_of in names.items() if any(known.get(name) for name in any_of))
-
-
-def library_products() -> frozenset[torch.dtype]:
-    """Return the half-precision dtypes that oneDNN multiplies on this CPU; torch multiplies others by plain loops."""
-    checks = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    return frozenset(dtype for dtype, is_supported in checks.items() if torch._C._has_mkldnn and is_supported())
-
-
-def has_matrix_tiles() -> bool:
-    """Return whether the processor has AMX."""
-    return bool(_capabilities().get("amx_tile"))
-
-
-def _capabilities() -> dict[str, Any]:
-    """Return torch's facts about the processor; empty in older versions."""
-    return dict(getattr(torch.cpu, "get_capabilities", dict)())
 
 
 def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any]) -> Compiled:
@@ -405,17 +372,6 @@ class CompiledParts:
     def _like(self, shape: Sequence[Any], strides: Sequence[Any], value: Tensor) -> Tensor:
         with torch.inference_mode(False), self.mode:
             return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int]:
-    """Return the function of glibc that returns free memory to the system; elsewhere a function that does nothing."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0) if sys.platform == "linux" else lambda _: 0
-
-
-def return_free_memory() -> None:
-    """Return the compiler's freed memory to the system: glibc would keep up to 20 MiB for the process."""
-    _malloc_trim()(0)
 
 
 def on_cpu(values: Iterable[Any]) -> bool:

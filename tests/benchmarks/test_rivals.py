@@ -169,7 +169,7 @@ def test_what_is_compiled_here_has_an_environment_for_each_processor(monkeypatch
     """Test it because the code of another processor ends with an illegal instruction."""
     made = []
     for flags in ({"avx2"}, {"avx2", "avx512f"}, {"avx512f", "avx2"}):
-        monkeypatch.setattr(contenders.exported_code, "flags_of_processor", lambda flags=flags: frozenset(flags))
+        monkeypatch.setattr(contenders.processor, "flags_of_processor", lambda flags=flags: frozenset(flags))
         made.append([contenders._environment(package) for package in contenders.PACKAGES])
     assert made[1] == made[2]
     assert [one != other for one, other in zip(*made[:2], strict=True)] == [False, True]

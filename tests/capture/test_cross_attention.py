@@ -167,7 +167,9 @@ def test_steps_read_stored_cross_attention(heard: int) -> None:
         torch.testing.assert_close(steps(compiled, *arguments), steps(model, *arguments))
 
 
-@pytest.mark.parametrize(("heard", "why"), [(1, "ordinary tensor that grows next to"), (4, "numbers of new keys")])
+@pytest.mark.parametrize(
+    ("heard", "why"), [(1, "is an ordinary tensor, while other layers"), (4, "numbers of new keys")]
+)
 def test_growth_in_a_step_is_refused_there(heard: int, why: str) -> None:
     """Check a refusal in a step, because only steps show that new sound is appended."""
     model = Decoder(crossed, grows=True).eval()

@@ -23,7 +23,7 @@ from torch import Tensor
 import kvpass
 from kvpass import versions
 from kvpass.cache.model_cache import caches_in
-from kvpass.decoding import artifact_folder, artifacts, recording
+from kvpass.decoding import artifact_folder, artifacts, export_recording
 from kvpass.decoding.artifact_folder import VERSION
 from kvpass.decoding.prefill import chunk_lengths
 from kvpass.decoding.synthetic_conversation import prompt_lengths, visit_graphs
@@ -467,7 +467,7 @@ def test_models_and_policies_that_need_their_graphs_are_refused(model: Any, tmp_
 
 
 def test_a_newer_torch_may_be_why_code_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = recording._GraphWriter({}, artifact_folder.ExportFiles(Path()))
+    writer = export_recording._GraphWriter({}, artifact_folder.ExportFiles(Path()))
     with pytest.raises(UnsupportedGraph, match=r"without options$"):
         writer._code(print)
     monkeypatch.setattr(versions, "untested_version", lambda package: "9.9")

@@ -14,7 +14,7 @@ import kvpass
 from kvpass import versions
 from kvpass.apps import cli
 from kvpass.lowering import attention_tiles
-from kvpass.torch_private import inductor
+from kvpass.torch_private import inductor, processor
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def test_this_installation_lacks_nothing(capsys: pytest.CaptureFixture[str]) -> 
     out = capsys.readouterr().out
     assert "MISSING" not in out
     assert "C++ compiler: " in out
-    assert ("matrix tiles" in out) == inductor.has_matrix_tiles()
-    assert ("dot products of bfloat16" in out) == (torch.bfloat16 in inductor.dot_products())
+    assert ("matrix tiles" in out) == processor.has_matrix_tiles()
+    assert ("dot products of bfloat16" in out) == (torch.bfloat16 in processor.dot_products())
 
 
 def test_it_works_without_transformers(pretend, monkeypatch, capsys) -> None:

@@ -304,8 +304,8 @@ def test_not_a_number_stays_in_its_query(kind, cap):
     ],
 )
 def test_the_librarys_attention_is_taken_where_it_is_as_fast(monkeypatch, dtype, queries, mask_heads, summed, faster):
-    monkeypatch.setattr(attention_tiles.inductor, "has_matrix_tiles", lambda: True)
-    monkeypatch.setattr(attention_tiles.inductor, "dot_products", lambda: frozenset([torch.bfloat16]))
+    monkeypatch.setattr(attention_tiles.processor, "has_matrix_tiles", lambda: True)
+    monkeypatch.setattr(attention_tiles.processor, "dot_products", lambda: frozenset([torch.bfloat16]))
     monkeypatch.setattr(attention_tiles, "_runs", lambda _: True)
     query = torch.empty(1, 4, queries, 8, dtype=dtype, device="meta")
     mask = torch.empty(1, mask_heads, queries, 8000, dtype=torch.bool, device="meta") if mask_heads else None

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kvpass.lowering import float32_products
 from kvpass.lowering.float32_products import FEW_ROWS, MIN_ROWS, InFloat32
 from kvpass.lowering.row_products import convert_operands
-from kvpass.torch_private import inductor
+from kvpass.torch_private import inductor, processor
 
 aten, product = torch.ops.aten, torch.ops.kvpass.float32_product
 HALVES = [torch.bfloat16, torch.float16]
@@ -23,7 +23,7 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.fixture
 def without_library(monkeypatch):
     """Act as on a processor whose libraries have no products of 16 bits."""
-    monkeypatch.setattr(inductor, "library_products", frozenset)
+    monkeypatch.setattr(processor, "library_products", frozenset)
 
 
 def converted(function, *arguments):
@@ -116,7 +116,7 @@ def test_products_in_other_dtypes_stay(dtype):
 
 
 def test_products_stay_where_the_library_has_them(monkeypatch):
-    monkeypatch.setattr(inductor, "library_products", lambda: frozenset(HALVES))
+    monkeypatch.setattr(processor, "library_products", lambda: frozenset(HALVES))
     given = torch.randn(9, 64).bfloat16(), torch.randn(96, 64).bfloat16()
     assert product.default not in converted(torch.nn.functional.linear, *given)[1]
 
@@ -188,6 +188,6 @@ def test_other_linear_layers_stay_uncompiled(case):
 
 
 def test_linear_layers_stay_where_the_library_has_them_uncompiled(monkeypatch):
-    monkeypatch.setattr(inductor, "library_products", lambda: frozenset(HALVES))
+    monkeypatch.setattr(processor, "library_products", lambda: frozenset(HALVES))
     with torch.no_grad():
         assert not runs_in_float32(torch.nn.functional.linear, torch.randn(9, 24).half(), torch.randn(32, 24).half())

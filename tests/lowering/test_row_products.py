@@ -22,7 +22,7 @@ from kvpass.lowering.row_products import (
     decompose_products,
     is_faster_as_sums,
 )
-from kvpass.torch_private import inductor
+from kvpass.torch_private import inductor, processor
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
@@ -32,7 +32,7 @@ PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 def without_other_ways(monkeypatch):
     """Test the loops and the library where `row_kernel` or `float32_products` would be used."""
     monkeypatch.setattr(row_kernel, "fits", lambda rows, matrix: False)
-    monkeypatch.setattr(inductor, "library_products", lambda: frozenset(DTYPES))
+    monkeypatch.setattr(processor, "library_products", lambda: frozenset(DTYPES))
 
 
 def spelled(function, *arguments):

@@ -19,7 +19,7 @@ from kvpass.cache.undo_records import UndoRecord
 from kvpass.errors import BudgetError
 from kvpass.policies.pinned_tokens import PINNED, Pins
 from kvpass.runtime.call_context import pinning
-from kvpass.runtime.call_records import store_undo_records, undo_records_before
+from kvpass.runtime.cropping import store_undo_records, undo_records_before
 from kvpass.runtime.kv_store import KVStore
 from tests import on_reference
 from tests.runtime.prompts import DIM, HEADS, admitted, content, positions, rows_of

@@ -27,7 +27,7 @@ import transformers
 import kvpass
 from benchmarks.memory import resident
 from kvpass.capture.canonical import APPEND
-from kvpass.torch_private import dynamo, fx_nodes, inductor
+from kvpass.torch_private import dynamo, fx_nodes, processor
 from tests.models import build, prompt, teacher_forced
 
 TOKENS, HEADS = 8192, 8
@@ -151,7 +151,7 @@ def test_free_memory_goes_back_to_the_system() -> None:
     for block in blocks[:-1]:
         libc.free(block)
     before = resident()
-    inductor.return_free_memory()
+    processor.return_free_memory()
     assert before - resident() > size * count / 2
     libc.free(blocks[-1])
 

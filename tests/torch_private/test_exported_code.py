@@ -70,9 +70,3 @@ def test_statements_that_the_call_does_not_need_are_dropped() -> None:
         "call = runner.call",
     ]
     assert free == {"kernel", "constant0"}
-
-
-def test_instructions_are_read_where_linux_names_them() -> None:
-    flags = exported_code.flags_of_processor()
-    assert all(flag.startswith(exported_code.INSTRUCTIONS) for flag in flags)
-    assert flags or sys.platform != "linux"
