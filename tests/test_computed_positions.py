@@ -151,7 +151,7 @@ class Turning(Small):
         return self.attends[0](q, read, values, i, torch.arange(k.shape[self.dim])).transpose(1, 2).flatten(2), [(k, v)]
 
 
-@pytest.mark.parametrize(("tokens_first", "dim"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize(("tokens_first", "dim"), [(True, 2), (False, 2), (True, 1)])
 @pytest.mark.parametrize("angle", ANGLES)
 @torch.no_grad()
 def test_a_stream_equals_a_prompt_of_the_cached_tokens(angle: str, tokens_first: bool, dim: int) -> None:
