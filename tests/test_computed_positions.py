@@ -115,3 +115,53 @@ def test_attention_over_all_tokens_is_not_left_to_the_host() -> None:
         _, past = compiled(ids[:, :7], None, p=ids[:, :7].contiguous())
         with pytest.raises(kvpass.UnsupportedGraph, match=r"still depends on the length of the cache"):
             compiled(ids[:, 7:], past, p=ids)
+
+
+ANGLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "computed": lambda table, position: position[..., None] * table[1],
+    "indexed": lambda table, position: table[position],
+}
+"""Functions of a table of angles [T, D / 2] and positions [B, q], an argument of the model."""
+
+
+class Turning(Small):
+    """A layer that rotates queries and keys before or after their transposition, and caches tokens along `dim`."""
+
+    def __init__(self, angle: Callable[[Tensor, Tensor], Tensor], tokens_first: bool, dim: int) -> None:
+        super().__init__(sdpa(causal))
+        self.angle, self.dim, self.rotates_tokens_first = angle, dim, tokens_first
+        self.register_buffer("angles", torch.arange(16)[:, None] / 10.0 ** (torch.arange(0, DIM, 2) / DIM))
+
+    def turned(self, x: Tensor, position: Tensor) -> Tensor:
+        """Rotate [B, q, H, D] and return [B, H, q, D]."""
+        x = x if self.rotates_tokens_first else x.transpose(1, 2)
+        angle = self.angle(self.angles, position).unsqueeze(2 if self.rotates_tokens_first else 1)
+        one, other = x.chunk(2, -1)
+        x = torch.cat([one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()], -1)
+        return x.transpose(1, 2) if self.rotates_tokens_first else x
+
+    def forward(self, ids: Tensor, past: Any = None, *, position: Tensor) -> Any:
+        q, k, v = self.project[0](self.embed(ids)).unflatten(-1, (-1, DIM)).split([2, 2, 2], 2)
+        q, k, v = self.turned(q, position), self.turned(k, position), v.transpose(1, 2)
+        k, v = (x.transpose(1, 2) if self.dim == 1 else x for x in (k, v))
+        if past is not None:
+            k, v = torch.cat([past[0][0], k], self.dim), torch.cat([past[0][1], v], self.dim)
+        read, values = (x.transpose(1, 2) if self.dim == 1 else x for x in (k, v))
+        i = torch.arange(k.shape[self.dim] - ids.shape[1], k.shape[self.dim])[:, None]
+        return self.attends[0](q, read, values, i, torch.arange(k.shape[self.dim])).transpose(1, 2).flatten(2), [(k, v)]
+
+
+@pytest.mark.parametrize(("tokens_first", "dim"), [(True, 2), (False, 2), (True, 1)])
+@pytest.mark.parametrize("angle", ANGLES)
+@torch.no_grad()
+def test_a_stream_equals_a_prompt_of_the_cached_tokens(angle: str, tokens_first: bool, dim: int) -> None:
+    """Check positions among the cached tokens against the uncompiled model: in one layer, keys depend on no others."""
+    model = Turning(ANGLES[angle], tokens_first, dim)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=kvpass.backend("window", budget=4, positions="cache", inner="eager"))
+    ids, position = torch.arange(24).view(2, 12) % 16, torch.arange(12).expand(2, -1).contiguous()
+    _, past = compiled(ids[:, :7], position=position[:, :7].contiguous())
+    for new in range(7, 12):
+        out, past = compiled(ids[:, new : new + 1], past, position=position[:, new : new + 1].contiguous())
+        expected, _ = model(ids[:, new - 4 : new + 1], position=position[:, :5])
+        torch.testing.assert_close(out, expected[:, -1:], atol=1e-5, rtol=1e-5)

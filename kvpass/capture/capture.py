@@ -24,6 +24,7 @@ from kvpass.capture.cache_search import CachedAttentionCall, SearchResult
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, AttentionSite, is_attention
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.origins import Origin
+from kvpass.capture.rotary import find_rotary
 from kvpass.fx import alias, op_table, splicing, walk
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, example_value
@@ -90,6 +91,9 @@ def _capture_as_it_is(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -> C
         return Capture(dynamo_gm, dynamo_gm, [], search_results)
     attention_sites = _insert_operators(canonical_gm.graph, cached_calls)
     sliced_tables.index_sliced_tables(canonical_gm.graph, attention_sites)
+    for site in attention_sites:
+        if find_rotary(site) is None:
+            heads_first.separate_rotary(site)
     canonical_gm.recompile()
     return Capture(dynamo_gm, canonical_gm, attention_sites, search_results)
 
@@ -128,9 +132,6 @@ def _capture_heads_first(dynamo_gm: fx.GraphModule, is_handle: Sequence[bool]) -
     for site in captured.sites:
         key_dim, value_dim = (1 if index in relaid.outputs else 2 for index in (site.keys_out, site.values_out))
         relaid_sites.append(dataclasses.replace(site, token_dims=(key_dim, value_dim)))
-        if key_dim == 1:
-            heads_first.separate_rotary(site)
-    captured.canonical_gm.recompile()
     return dataclasses.replace(captured, sites=relaid_sites, tokens_first=relaid.inputs)
 
 

@@ -23,6 +23,7 @@ from kvpass.fx import op_table, splicing, walk
 from kvpass.fx.precision import FILLED, HIDDEN, accumulate_dtype
 from kvpass.fx.shapes import expr, same_shape
 from kvpass.fx.walk import example_value, is_tensor
+from kvpass.torch_private import symbolic_shapes
 
 IntLike = int | torch.SymInt
 Target = Callable[..., torch.Tensor] | str
@@ -135,7 +136,9 @@ class LogitChanges:
         """Record a change by a mask, of logits that must keep their shape."""
         if self.cap:
             raise NotAttention("the mask is applied before the cap")
-        if not same_shape(example_value(logits).shape, change.shape):
+        sizes = example_value(logits).shape
+        # The lengths of several layers may be symbols that only a guard makes equal.
+        if len(sizes) != len(change.shape) or not all(map(symbolic_shapes.known_equal, sizes, change.shape)):
             raise NotAttention("the mask has dimensions that the logits do not have")
         if self.has_sink and expr(example_value(change.mask).shape[-1]) != expr(change.shape[-1]):
             raise NotAttention("the mask and the logits without the sink differ in width")

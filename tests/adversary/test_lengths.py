@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import kvpass
 from tests.adversary.models import DIM, INDICES, Attend, Past, Small, causal, keys, new, plain, sdpa, seen
@@ -335,6 +335,33 @@ def test_keys_and_values_computed_from_cached_vectors_are_read(name: str, policy
     The cached vectors are found before such computations, also in a prompt, which has no concatenation.
     """
     verdict = judge(AT_READ[name], policy)
+    assert verdict.kind == "held", verdict
+
+
+class OneMask(nn.Module):
+    """Two layers that fill one mask into their logits, made by the length of the first layer's cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.project = nn.Embedding(16, 16), nn.ModuleList(nn.Linear(16, 48) for _ in range(2))
+
+    def forward(self, ids: Tensor, past: Past = None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        seen, x, present = 0 if past is None else past[0][0].shape[2], self.embed(ids), []
+        later = torch.arange(seen + ids.shape[1]) > torch.arange(seen, seen + ids.shape[1])[:, None]
+        for layer, project in enumerate(self.project):
+            q, k, v = project(x).unflatten(-1, (-1, DIM)).transpose(1, 2).chunk(3, 1)
+            if past is not None:
+                k, v = torch.cat([past[layer][0], k], 2), torch.cat([past[layer][1], v], 2)
+            present.append((k, v))
+            x = x + ((q @ k.mT / 3).masked_fill(later, -1e9).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return x, present
+
+
+@pytest.mark.parametrize("pieces", [(3, 4, 1, 1, 3), (4, 1, 6, 1), (3, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_lengths_of_layers_that_only_guards_make_equal_are_equal(pieces: tuple[int, ...], policy: str) -> None:
+    verdict = judge(Case(OneMask(), pieces=pieces), policy)
     assert verdict.kind == "held", verdict
 
 

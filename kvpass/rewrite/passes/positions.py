@@ -263,8 +263,8 @@ def _replace_by_ranks(context: StepContext, position: fx.Node, first: fx.Node) -
         full[0], full[along] = rows, query_len
         return [ranks.view(full).to(dtype)]
 
-    before = context.length.next if position.op == "placeholder" else position.next
-    ranks = context.compute(function, [first, *valid], before, f"kvpass_rank_{position.name}")[0]
+    after = max(first, position)  # positions may be an argument
+    ranks = context.compute(function, [first, *valid], after.next, f"kvpass_rank_{position.name}")[0]
     for user in users:
         user.replace_input_with(position, splicing.with_value(ranks, example_value(position)))
 
