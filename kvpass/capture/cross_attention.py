@@ -18,7 +18,7 @@ from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.untracked_growth import source_inputs
 from kvpass.fx import alias, walk
 from kvpass.fx.alias import AliasSets
-from kvpass.fx.op_table import has_tag, tagged
+from kvpass.fx.op_table import has_tag
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import example_value, is_tensor
 from kvpass.torch_private import dynamo
@@ -85,8 +85,7 @@ def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
     """
     if not (_is_input(call.key) and _is_input(call.value)):
         return None
-    computes_states = tagged("projects", "contracts")
-    made_here = any(walk.target_name(node) in computes_states for node in walk.ancestors(call.query, ends))
+    made_here = any(has_tag(node, "projects", "contracts") for node in walk.ancestors(call.query, ends))
     if made_here or expr(example_value(call.query).shape[-2]) == expr(example_value(call.key).shape[-2]):
         return None
     return (

@@ -111,7 +111,7 @@ def _sdpa_call(node: fx.Node) -> AttentionCall:
 
 def is_boundary(node: fx.Node) -> bool:
     """Return whether a node is part of an attention call, at which searches along the graph stop."""
-    return fx_nodes.is_sdpa(node) or target_name(node) in ("softmax", "logsumexp")
+    return fx_nodes.is_sdpa(node) or operator_name(node) in ("softmax", "logsumexp")
 
 
 class _DecompositionReader:

@@ -29,7 +29,7 @@ def key_index_aranges(nodes: Iterable[fx.Node], sizes: SizeResolver, window: int
         window: the number of past tokens that the model stores, if it is fewer than the tokens seen.  The key index is
             then an arange of fixed size, shifted by a size that grows.
     """
-    aranges = [n for n in nodes if n.target is torch.arange and len(n.args) == 1]
+    aranges = [n for n in nodes if op_table.operator_name(n) == "arange" and len(n.args) == 1]
     if window is None:
         return [n for n in aranges if sizes.is_total(n.args[0])]
     fixed = [

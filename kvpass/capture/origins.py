@@ -22,7 +22,7 @@ from kvpass.capture.rotary import follow_to
 from kvpass.fx import op_table, propagation, walk
 from kvpass.fx.op_table import has_tag, operator_name, tagged
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import example_value, is_tensor, target_name
+from kvpass.fx.walk import example_value, is_tensor
 from kvpass.torch_private import symbolic_shapes
 
 
@@ -171,6 +171,6 @@ def since_projection(
 
     def inputs(node: fx.Node) -> Iterable[fx.Node]:
         parts = cat_parts(node) if node in updates else None
-        return parts[:1] if parts else [] if target_name(node) in ends else node.all_input_nodes
+        return parts[:1] if parts else [] if operator_name(node) in ends else node.all_input_nodes
 
     return set(walk.reach(nodes, inputs, results))

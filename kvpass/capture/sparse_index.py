@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from kvpass.capture.canonical import is_attention
 from kvpass.fx import op_table, walk
-from kvpass.fx.op_table import tagged
+from kvpass.fx.op_table import operator_name, tagged
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, example_value, operand_of
 
@@ -94,7 +94,7 @@ def cached_scoring_keys(index: SparseIndex, outputs: list[fx.Node]) -> list[tupl
     returned = [
         node for node in outputs if node in ancestor_nodes and walk.is_tensor(node) and example_value(node).ndim == 3
     ]
-    return [(node, 1) for node in returned if node.target is torch.cat]
+    return [(node, 1) for node in returned if operator_name(node) == "cat"]
 
 
 def select_all(index: SparseIndex, graph: fx.Graph) -> fx.Node:

@@ -13,9 +13,9 @@ import torch.fx as fx
 
 from kvpass.capture.origins import LAYOUT
 from kvpass.fx import shapes, walk
-from kvpass.fx.op_table import tagged
+from kvpass.fx.op_table import has_tag
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import example_value, is_tensor, target_name
+from kvpass.fx.walk import example_value, is_tensor
 from kvpass.torch_private import symbolic_shapes
 
 
@@ -45,8 +45,8 @@ def is_fixed_size_update(node: fx.Node) -> bool:
 
 def source_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs of at least three dimensions that a tensor rearranges or selects from."""
-    mixing = tagged("projects", "contracts", "normalizes", "mixes")
-    sources = walk.reach([node], lambda each: () if target_name(each) in mixing else each.all_input_nodes)
+    mixing = ("projects", "contracts", "normalizes", "mixes")
+    sources = walk.reach([node], lambda each: () if has_tag(each, *mixing) else each.all_input_nodes)
     return [source for source in sources if source.op == "placeholder" and _is_state(source)]
 
 

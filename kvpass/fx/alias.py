@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.fx.op_table import leaves, tagged
+from kvpass.fx.op_table import has_tag, leaves, tagged
 from kvpass.fx.vmap_regions import MappedRegions
 from kvpass.fx.walk import example_value, reach, target_name
 from kvpass.torch_private import fx_nodes, tensors
@@ -57,7 +57,7 @@ class AliasSets:
 
 def _viewed_operands(node: fx.Node, storages: Mapping[fx.Node, set[int]]) -> Iterator[fx.Node]:
     """Yield the operands that a node is a view of, by its name or by the storages of recorded tensors."""
-    if node.args and isinstance(node.args[0], fx.Node) and target_name(node) in tagged("view"):
+    if node.args and isinstance(node.args[0], fx.Node) and has_tag(node, "view"):
         yield node.args[0]
     if storages[node]:
         yield from (parent for parent in node.all_input_nodes if not storages[node].isdisjoint(storages[parent]))
@@ -197,9 +197,7 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
     if not isinstance(result, torch.Tensor) or not isinstance(taken, torch.Tensor):
         return True
     recorded = tensors.is_fake(result) and tensors.is_fake(taken)
-    return tensors.share_memory(result, taken) or (
-        not recorded and (writes(node) or target_name(node) in tagged("view"))
-    )
+    return tensors.share_memory(result, taken) or (not recorded and (writes(node) or has_tag(node, "view")))
 
 
 def dependents(among: set[fx.Node], roots: Sequence[fx.Node], alias_sets: AliasSets | None = None) -> set[fx.Node]:

@@ -87,7 +87,7 @@ class _LengthArithmetic:
             growing = [arg for arg in node.args if walk.is_size(arg) and self.sizes.grows(arg)]
             if not growing:
                 continue
-            if node.target is torch.arange:
+            if op_table.operator_name(node) == "arange":
                 self._arange_on_length(node)
             elif any(walk.is_tensor(arg) for arg in node.args) and op_table.has_tag(node, *_ARITHMETIC):
                 self.rewritten.append(node.name)

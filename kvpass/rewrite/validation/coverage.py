@@ -63,12 +63,12 @@ def _integers(arguments: Any) -> list[int]:
 
 def _tables(node: fx.Node) -> Iterator[int]:
     """Yield the sizes of a parameter, buffer or constant in which a node looks something up."""
-    if walk.target_name(node) not in op_table.tagged("looks_up") | {"narrow"}:
+    if not op_table.has_tag(node, "looks_up") and op_table.operator_name(node) != "narrow":
         return
     for parent in node.all_input_nodes:
         example = example_value(parent)
         if isinstance(example, Tensor) and (parent.op == "get_attr" or dynamo.is_of_module(parent)):
-            dims = example.shape[:1] if walk.target_name(node) == "embedding" else example.shape
+            dims = example.shape[:1] if op_table.operator_name(node) == "embedding" else example.shape
             yield from (size for size in dims if isinstance(size, int))
 
 
@@ -78,7 +78,7 @@ def _narrow(node: fx.Node) -> Iterator[int]:
     if not isinstance(example, Tensor) or example.dtype not in EXACT_LIMITS:
         return
     integers = any(walk.has_integers(example_value(parent)) for parent in node.all_input_nodes)
-    if integers or walk.target_name(node) in op_table.tagged("counts"):
+    if integers or op_table.has_tag(node, "counts"):
         yield EXACT_LIMITS[example.dtype]
 
 
