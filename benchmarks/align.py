@@ -39,7 +39,7 @@ from benchmarks import books
 from kvpass import model_access
 from kvpass.apps import corpus, models
 from kvpass.policies import aligners
-from kvpass.policies.aligners.scope import signature_of
+from kvpass.policies.aligners.scope import scope_of
 from kvpass.policies.base import Policy
 from kvpass.policies.kv_align import KVAlign
 from kvpass.policies.streaming import Streaming
@@ -213,12 +213,12 @@ def main() -> None:
     model: Any = chosen.model
     settings = Settings(arguments.rows, arguments.skip, arguments.labels, arguments.turns, arguments.inner)
     ids = tokens_of(chosen, TEXTS[arguments.text](), settings)
-    policies: Policies = {"window": KVAlign(aligners.identity_aligner(signature_of(model, max(arguments.windows))))}
+    policies: Policies = {"window": KVAlign(aligners.identity_aligner(scope_of(model, max(arguments.windows))))}
     if not chosen.has_position_table:
         policies["streaming"] = Streaming()
     for path in arguments.aligner:
         aligner = aligners.load(path, model)
-        for every in [aligner.signature.every] if aligner.recipe == "paper" else arguments.every:
+        for every in [aligner.scope.every] if aligner.recipe == "paper" else arguments.every:
             policies[path.stem if every == 1 else f"{path.stem}, every {every}"] = KVAlign(aligner, every)
     about = {
         "model": Path(arguments.model).name,

@@ -23,7 +23,7 @@ def budgets(draw, case):
         return []
     policy, most = case.policy, case.budget + 8
     if case.name == "kv_align":
-        most = policy.loaded.signature.window
+        most = policy.loaded.scope.window
     fit = sorted(
         {fitting_budget(policy, draw(st.integers(ROWS[case.name].min_budget, most))) for _ in range(case.rows)}
     )

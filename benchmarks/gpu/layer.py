@@ -19,7 +19,7 @@ from kvpass.lowering.attend import Rope, RotaryPairs, RotateKeys, attend
 from kvpass.lowering.attention_statistics import StatisticsArguments, attention_statistics
 from kvpass.lowering.formats import EncodedVectors, KVDtype, Sections, format_of
 from kvpass.policies import resolve
-from kvpass.policies.aligners import Aligner, Signature
+from kvpass.policies.aligners import Aligner, AlignerScope
 from kvpass.policies.aligners.networks import DirectNetwork
 
 HEADS, GROUPS, DIM = 8, 4, 128
@@ -130,13 +130,13 @@ class RepairOperands(NamedTuple):
     @staticmethod
     def drawn(bench: Bench, rows: int, slots: int) -> RepairOperands:
         """Return random rows, with a random network of the default size."""
-        signature = Signature("any", 1, HEADS, DIM, DIM, slots)
-        network = DirectNetwork(signature)
+        scope = AlignerScope("any", 1, HEADS, DIM, DIM, slots)
+        network = DirectNetwork(scope)
         with torch.no_grad():
             network.outer.normal_(std=0.1)
         made, rank = torch.randint(0, slots + 1, (2, rows, slots), device=bench.device).sort(0, descending=True).values
         key, value = (bench.randn(rows, HEADS, slots, DIM) for _ in range(2))
-        aligner = Aligner("direct", signature, network.to_tensors())
+        aligner = Aligner("direct", scope, network.to_tensors())
         weights = [tensor.to(key.device) for tensor in aligner.layer_weights(0)]
         return RepairOperands(aligner, weights, key, value, made, rank)
 

@@ -186,7 +186,7 @@ def test_a_share_for_an_aligner_is_no_larger_than_its_window() -> None:
     """Check an aligner's window with a long prompt; rows equal the same rows alone."""
     ids, mask = prompt(2, 90, (50, 0))
     chosen = settings("kv_align", {"recipe": "direct", "every": 1})
-    window = chosen["aligner"].signature.window
+    window = chosen["aligner"].scope.window
     assert 20 < window < 45
     model = Traced(build("Llama"))
     run = teacher_forced(model, ids, mask, [88, 1, 1], **chosen, inner="eager")

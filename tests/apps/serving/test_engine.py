@@ -24,7 +24,7 @@ def engine_on(loop: Any) -> Engine:
 
 
 def test_calls_that_wait_for_the_count_share_one_command() -> None:
-    engine = engine_on(SimpleNamespace(work=SimpleNamespace(batch=None)))
+    engine = engine_on(SimpleNamespace(driver=SimpleNamespace(batch=None)))
 
     async def scrape() -> list[float]:
         engine._events = asyncio.get_running_loop()
@@ -40,7 +40,7 @@ def test_calls_that_wait_for_the_count_share_one_command() -> None:
 
 
 def test_tokens_that_cannot_be_counted_are_unknown() -> None:
-    engine = engine_on(SimpleNamespace(work=SimpleNamespace(batch=SimpleNamespace(), rows=[0])))
+    engine = engine_on(SimpleNamespace(driver=SimpleNamespace(batch=SimpleNamespace(), rows=[0])))
 
     async def scrape() -> float:
         engine._events = asyncio.get_running_loop()
