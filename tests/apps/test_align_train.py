@@ -273,6 +273,6 @@ def test_the_command_trains_and_writes(tmp_path, capsys):
     assert cli.main([*arguments, "--out", str(out), "--steps", "3", "--tokens", "64"]) == 0
     written = json.loads(out.with_suffix(".json").read_text())
     assert (written["settings"]["rate"], written["settings"]["hidden"]) == (1e-3, [16, 8])
-    assert written["scope"]["layers"] == 6
+    assert written["signature"]["layers"] == 6
     assert written["held_out"]["key_ratio"] > 0
     assert not out.with_suffix(".checkpoint.pt").exists()
