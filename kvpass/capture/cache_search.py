@@ -223,10 +223,16 @@ class _CacheSearch:
         return updates + self._fixed_size_updates(call)
 
     def _is_filled_in_place(self, node: fx.Node, call: AttentionCall) -> bool:
-        """Return whether new tokens alone are written to memory of this graph, before attention reads any of them."""
+        """Return whether new tokens alone are written to memory of this graph, before attention reads any of them.
+
+        Memory that is also returned holds new tokens alone only if it has no slots beside theirs.
+        """
         memory = self.alias_sets.root(node)
         stored, *attended = (expr(example_value(each).numel()) for each in (node, call.key, call.value))
         if memory.op in ("placeholder", "get_attr") or not any((size / stored).is_integer for size in attended):
+            return False
+        seen, new = (expr(example_value(each).shape[-2]) for each in (call.key, call.query))
+        if seen != new and node in self.outputs:
             return False
 
         def reads(each: fx.Node) -> bool:

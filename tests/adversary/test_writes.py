@@ -218,6 +218,35 @@ def test_a_preallocated_cache_is_refused_however_it_is_written(how: str) -> None
         converse()
 
 
+class AllocatedByPrompt(nn.Module):
+    """Attention on a cache of fixed size that the prompt allocates, attends to as a whole, and returns."""
+
+    def __init__(self, write: Callable[[Tensor, int, Tensor], object], returned: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.write, self.returned, self.embed, self.project = write, returned, nn.Embedding(16, 16), nn.Linear(16, 48)
+
+    def forward(self, ids: Tensor, start: int, past: Any = None) -> Any:
+        q, k, v = self.project(self.embed(ids)).unflatten(-1, (-1, 8)).transpose(1, 2).chunk(3, 1)
+        keys, values = past[0] if past is not None else (torch.zeros(2, 2, 64, 8), torch.zeros(2, 2, 64, 8))
+        self.write(keys, start, k)
+        self.write(values, start, v)
+        mask = torch.arange(64) <= torch.arange(start, start + ids.shape[1])[:, None]
+        attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return attended, [(self.returned(keys), self.returned(values))]
+
+
+@pytest.mark.parametrize("returned", [lambda x: x, lambda x: x.view(4, 64, 8)], ids=["whole", "view"])
+@pytest.mark.parametrize("how", PREALLOCATED)
+def test_a_cache_of_fixed_size_that_the_prompt_allocates_is_refused(
+    how: str, returned: Callable[[Tensor], Tensor]
+) -> None:
+    backend = kvpass.backend("streaming", budget=6, inner="eager")
+    compiled = torch.compile(AllocatedByPrompt(PREALLOCATED[how], returned), backend=backend)
+    with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="cannot be rewritten"):
+        compiled(IDS[:, :6].contiguous(), 0)
+
+
 class FilledInPlace(nn.Module):
     """Attention whose new keys are written in place, by `fill`, before they are stored or attended to."""
 
