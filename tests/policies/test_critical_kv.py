@@ -11,6 +11,7 @@ from torch import Tensor
 import kvpass
 from kvpass.cache.model_cache import caches_in
 from kvpass.errors import CacheHandleError, UnsupportedGraph
+from kvpass.policies import critical_kv
 from kvpass.policies.critical_kv import CriticalKV, output_norms
 from kvpass.policies.types import Tokens
 from kvpass.runtime.kv_store import output_weight_by_head
@@ -37,7 +38,9 @@ def test_the_choice_by_hand() -> None:
     assert kept(first=0.0) == [0, 1, 4, 8, 10]
 
 
-def test_norms_are_of_each_query_heads_part_of_the_output() -> None:
+@pytest.mark.parametrize("elements", [1, 80, 2**20])
+def test_norms_are_of_each_query_heads_part_of_the_output(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(critical_kv, "BLOCK_ELEMENTS", elements)
     drawn = torch.Generator().manual_seed(0)
     weight, value = torch.randn(6, 2 * 3 * 4, generator=drawn), torch.randn(1, 2, 5, 4, generator=drawn)
     norms = output_norms(value, output_weight_by_head(weight, 2, 4))
