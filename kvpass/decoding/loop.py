@@ -280,13 +280,14 @@ class DecodeLoop:
             CacheHandleError, UnsupportedGraph: see `stream`.
         """
         result: list[Tensor] = []
-        conversations = self._conversations("decodes by `step`")
-        try:
-            result.extend(self.stream(tokens))
-        except BaseException:
-            conversations.put_back(result)
-            raise
-        rows = len(self._state().ids)
+        with self.lock:  # so that no other thread takes a token in between
+            conversations = self._conversations("decodes by `step`")
+            try:
+                result.extend(self.stream(tokens))
+            except BaseException:
+                conversations.put_back(result)
+                raise
+            rows = len(self._state().ids)
         return torch.stack(result, 1) if result else torch.zeros(rows, 0, dtype=torch.int64)
 
     def _state(self) -> LoopState:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers import cache_utils
 import kvpass
 from kvpass.decoding import loop as decode
 from kvpass.decoding import synthetic_conversation
-from kvpass.decoding.conversations import Conversations
+from kvpass.decoding.conversations import Conversations, LoopState
 from tests.architectures import zoo
 from tests.models import breaks, build, discard_compiled_code, graphs, prompt
 from tests.step_settings import step_settings
@@ -368,6 +369,27 @@ def test_a_row_that_has_stopped_stays_within_the_positions_of_the_model() -> Non
     loop = loop_on(model, read_interval=8, stop=[int(free[3])])
     loop.prompt(ids, mask)
     assert loop.generate(9)[0, :4].tolist() == free.tolist()
+
+
+def test_calls_of_generate_from_two_threads_each_get_tokens_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, (ids, _) = loop_on(llama(), read_interval=1), prompt(1, 9, ())
+    loop.prompt(ids)
+    expected = loop.generate(12)
+    loop.reset()
+    loop.prompt(ids)
+    take, got = LoopState.next, []
+
+    def slowly(state: LoopState, wanted: int) -> Tensor | None:
+        time.sleep(0.005)  # outside of the turn of `next`, so that another thread can have one
+        return take(state, wanted)
+
+    monkeypatch.setattr(LoopState, "next", slowly)
+    threads = [threading.Thread(target=lambda: got.append(loop.generate(6))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.cat(got, 1), expected)
 
 
 SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.9)
