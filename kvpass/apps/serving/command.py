@@ -103,7 +103,7 @@ def service_of(parsed: argparse.Namespace) -> Service:
     # A text may be longer than the trained range if cached tokens are numbered anew, but not with a learned table.
     is_unlimited = policy.renumbers or (loop.backend.prefers_cache_positions and not loaded.has_position_table)
     serve_settings = ServeSettings(
-        api_keys=tuple(filter(None, [*parsed.api_key, os.environ.get(KEY)])),
+        api_keys=(*parsed.api_key, *filter(None, [os.environ.get(KEY)])),
         waiting=parsed.queue,
         max_tokens=parsed.max_tokens,
         context=parsed.context or (None if is_unlimited else loaded.trained_length),

@@ -36,7 +36,7 @@ class ServeSettings:
     """Settings of the endpoints.
 
     Attributes:
-        api_keys: keys of which each request must have one; none for no check.
+        api_keys: keys of which each request must have one, ASCII without spaces; none for no check.
         waiting: requests that may wait for a row; others get status 429.
         max_tokens: tokens of an answer if the request sets no number.
         context: the most tokens of a request, or of a conversation, with the answer; None for no limit.
@@ -52,6 +52,13 @@ class ServeSettings:
     largest_body: int = 4 * 2**20
     conversations: Limits = dataclasses.field(default_factory=Limits)
     folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not all(key.isascii() and key.isprintable() and key and " " not in key for key in self.api_keys):
+            raise KVPassError(
+                "an API key is empty, or has a space or a character that is not ASCII, so that no request could send it: "
+                "give another --api-key or KVPASS_API_KEY"
+            )
 
 
 class Service:

@@ -49,6 +49,12 @@ def test_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert '"heavy": 0.25' in made.model_card()["kvpass"]["policy"]
 
 
+@pytest.mark.parametrize("key", ["", "one two", "one\n", "schlüssel"])
+def test_an_api_key_that_no_request_can_send_is_refused(key: str) -> None:
+    with pytest.raises(KVPassError, match="no request could send it: give another --api-key"):
+        service("--api-key", key)
+
+
 def test_a_model_in_the_current_folder_has_the_name_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(models.BUNDLED)
     assert service_of(cli.parser().parse_args(["serve", ".", "--inner", "eager"])).name == models.BUNDLED.name
