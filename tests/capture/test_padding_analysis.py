@@ -56,6 +56,7 @@ MARKS_PADDING: dict[str, Mask] = {
     "where": lambda p, i, j: torch.where(p[:, None, None] != 0, causal(i, j).float(), LOWEST),
     "filled": lambda p, i, j: torch.zeros(2, 1, 6, 6).masked_fill(p[:, None, None] == 0, LOWEST),
     "product": lambda p, i, j: (1.0 - p[:, None, None]) * LOWEST + causal(i, j).float(),
+    "product of integers": lambda p, i, j: (1 - p[:, None, None]) * LOWEST + causal(i, j).float(),
     "product of 1e9": lambda p, i, j: (1.0 - p[:, None, None].float()) * -1e9 + torch.zeros(2, 1, 6, 6),
     "expanded": lambda p, i, j: (causal(i, j) & p.bool()[:, None, None]).expand(2, 4, 6, 6),
 }
@@ -121,6 +122,16 @@ WRAPS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor], bool]] = {
     "a number that float16 has": (torch.float16, lambda p: p >= 0.5, True),
     "a number that bfloat16 rounds down": (torch.bfloat16, lambda p: p + 256.0 >= 257.0, False),
     "a difference that bfloat16 rounds away": (torch.bfloat16, lambda p: p + 0.001 + 256.0 > 256.0, False),
+    "an integer that float32 rounds": (torch.int64, lambda p: (p + 16777217) - 16777216.0 < 0.5, False),
+    "an integer that float32 has": (torch.int64, lambda p: (p + 16777218) - 16777216.0 < 0.5, True),
+    "a tensor without dimensions that uint8 wraps": (torch.uint8, lambda p: p >= torch.full((), 256), False),
+    "a tensor without dimensions that uint8 has": (torch.uint8, lambda p: p >= torch.full((), 255), True),
+    "zero times infinity": (torch.float32, lambda p: ~(p * -torch.inf < 1.0), False),
+    "a number that float8 rounds": (
+        torch.float32,
+        lambda p: (p + 0.32).to(torch.float8_e4m3fn).to(torch.float32) < 0.32,
+        False,
+    ),
     "a difference that float64 keeps": (torch.float64, lambda p: p + 0.001 + 256.0 > 256.5, True),
 }
 

@@ -56,8 +56,8 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if not all(key.isascii() and key.isprintable() and key and " " not in key for key in self.api_keys):
             raise KVPassError(
-                "an API key is empty, or has a space or a character that is not ASCII, so that no request could send it: "
-                "give another --api-key or KVPASS_API_KEY"
+                "an API key is empty, or has a space or a character that is not ASCII, so that no request could send "
+                "it: give another --api-key or KVPASS_API_KEY"
             )
 
 
