@@ -68,7 +68,8 @@ def folder() -> Path:
         ) from error
     with lock:
         if not saved.is_dir():
-            _make(file, saved)
+            _check_sum(file)
+            convert(file, saved)
     return saved
 
 
@@ -95,12 +96,11 @@ def packaged_file() -> Path:
     return Path(spec.origin).with_name(FILE)
 
 
-def _make(file: Path, saved: Path) -> None:
-    """Convert the GGUF file into a folder that appears when it is complete."""
-    _check_sum(file)
+def convert(file: Path, saved: Path) -> None:
+    """Convert a GGUF file of a causal model into a folder that appears when it is complete."""
     unfinished = Path(tempfile.mkdtemp(prefix=f"{saved.name}.", dir=saved.parent))
     try:
-        _convert(file, unfinished)
+        _save_dequantised(file, unfinished)
         unfinished.rename(saved)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -119,7 +119,7 @@ def _check_sum(file: Path) -> None:
         )
 
 
-def _convert(file: Path, into: Path) -> None:
+def _save_dequantised(file: Path, into: Path) -> None:
     """Save the dequantised model and its tokenizer."""
     source, name = str(file.parent), file.name
     quantised: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)

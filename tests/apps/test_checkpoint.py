@@ -74,7 +74,7 @@ def test_a_conversion_that_fails_leaves_nothing(cache: Path, monkeypatch: pytest
         (into / "half").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "_convert", fails)
+    monkeypatch.setattr(checkpoint, "_save_dequantised", fails)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.folder()
     assert not [path for path in cache.iterdir() if path.is_dir()]
@@ -92,7 +92,7 @@ def test_concurrent_callers_share_one_conversion(cache: Path, monkeypatch: pytes
     def call() -> None:
         found.append((checkpoint.folder() / "config.json").is_file())
 
-    monkeypatch.setattr(checkpoint, "_convert", convert)
+    monkeypatch.setattr(checkpoint, "_save_dequantised", convert)
     callers = [threading.Thread(target=call) for _ in range(4)]
     for caller in callers:
         caller.start()
