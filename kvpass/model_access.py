@@ -120,6 +120,15 @@ def keys_and_values(cache: Any) -> list[tuple[Any, Any]]:
     return [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
 
 
+def stored_windows(cache: Any) -> list[int | None]:
+    """Return how many last tokens each layer of a model's own cache stores, None for all; [] without a cache."""
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        return [None for _ in cache or ()]
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    return [None if window is None else window - 1 for window in windows]
+
+
 def checked_keys_and_values(model: Any, cache: Any, error: type[KVPassError]) -> list[tuple[Tensor, Tensor]]:
     """Return each layer's keys and values [B, Hkv, n, D or Dv] of a cache, or raise `error`."""
     rows = keys_and_values(cache)

@@ -17,23 +17,38 @@ from kvpass.cache.slots import empty_slots
 from kvpass.errors import BudgetError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
+from kvpass.policies.window import Window
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayer:
-    """The rows that one attention layer caches per token: keys [Hkv, D] and values [Hkv, Dv]."""
+    """The rows that one attention layer caches per token: keys [Hkv, D] and values [Hkv, Dv].
+
+    Attributes:
+        window: the number of last tokens that the model stores, None for all.
+    """
 
     heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    window: int | None = None
 
     @property
     def row_bytes(self) -> int:
         return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
+    def bytes_of(self, tokens: int) -> int:
+        """Return the bytes that the model's own cache takes for `tokens` tokens."""
+        return self.row_bytes * (tokens if self.window is None else min(tokens, self.window))
+
     def slot_bytes(self, policy: Policy, budget: int, kv_dtype: KVDtype | None) -> int:
-        """Return the bytes of the slots of a budget, the policy's metadata and the scales of rows included."""
+        """Return the bytes of the slots of a budget, the policy's metadata and the scales of rows included.
+
+        A layer whose own window fits into the budget keeps that window, under any policy.
+        """
+        if self.window is not None and budget >= self.window:
+            policy, budget = Window(), self.window
         layout = Layout(
             policy=policy,
             budget=budget,
@@ -63,15 +78,17 @@ class FullCache:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=model_access.device_of(model))
         cache = model_access.cache_of_output(model.forward(input_ids=ids, use_cache=True))
         layers = [
-            CacheLayer(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
-            for key, value in model_access.keys_and_values(cache)
+            CacheLayer(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, window)
+            for (key, value), window in zip(
+                model_access.keys_and_values(cache), model_access.stored_windows(cache), strict=True
+            )
             if isinstance(key, Tensor) and isinstance(value, Tensor)
         ]
         return FullCache(tuple(layers))
 
     def bytes_of(self, tokens: int) -> int:
         """Return the bytes of a conversation of `tokens` tokens."""
-        return tokens * sum(layer.row_bytes for layer in self.layers)
+        return sum(layer.bytes_of(tokens) for layer in self.layers)
 
     def budget(self, share: float, tokens: int, policy: Policy, kv_dtype: KVDtype | None) -> int:
         """Return the largest budget whose slots take at most `share` of the bytes of `tokens` cached tokens.

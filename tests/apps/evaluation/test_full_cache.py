@@ -10,6 +10,7 @@ from kvpass.apps.evaluation.full_cache import CacheLayer, FullCache
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import resolve
+from tests.architectures import zoo
 from tests.calibrations import random_gates
 from tests.models import build
 from tests.traces import Traced
@@ -27,6 +28,23 @@ def test_a_full_cache_is_that_of_the_model() -> None:
     out = model(input_ids=torch.arange(5)[None], use_cache=True)
     cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
     assert FullCache.of(model).bytes_of(5) == cached
+
+
+def test_layers_with_a_window_of_their_own_are_counted_as_the_model_and_kvpass_store_them() -> None:
+    model, tokens = zoo.build("gemma2"), 40
+    ids = torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    full = FullCache.of(model)
+    assert {layer.window for layer in full.layers} == {None, 7}
+    assert full.bytes_of(tokens) == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    for share in (0.3, 0.9):  # budgets below the window and above it
+        budget = full.budget(share, tokens, resolve("streaming", {}), None)
+        compiled = kvpass.compile(zoo.build("gemma2"), "streaming", budget=budget, inner="eager")
+        with torch.no_grad():
+            taken = kvpass.inspect(compiled(input_ids=ids, use_cache=True).past_key_values).nbytes
+        assert taken == sum(layer.slot_bytes(resolve("streaming", {}), budget, None) for layer in full.layers)
+        assert taken <= share * full.bytes_of(tokens)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "int4"])
