@@ -141,7 +141,7 @@ class LayerReport:
         positions: int64 [B, Hkv, n], the positions of the cached tokens in the (padded) sequence, sorted, -1
             after the last.
         nbytes: bytes in use, metadata included.
-        full_nbytes: bytes that a cache of all tokens would use.
+        full_nbytes: bytes that the model's own cache would use.
         notes: other facts.
         pinned: int64 [B, Hkv, m], the pinned positions, sorted, -1 after the last.
         capacities: for each class of KV heads with different budgets, the number of heads and of slots of each; ()
