@@ -262,7 +262,8 @@ def check_usable(cache: LayerCache) -> None:
     """Raise CacheHandleError for a cache that a call has left in the middle of a step, or that was cropped."""
     if cache.interrupted:
         raise CacheHandleError(
-            "an earlier step or crop of this cache was interrupted by an error; start again from the prompt"
+            "an earlier step or crop of this cache was interrupted by an error, or runs in another thread; start again "
+            "from the prompt, and give each thread a cache of its own"
         )
     if cache.cropped is not None:
         raise CacheHandleError(
