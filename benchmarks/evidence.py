@@ -1,7 +1,7 @@
 """Compare all policies on a real checkpoint at equal bytes: agreement with the full cache, perplexity and retrieval.
 
-Each case is a run of `kvpass eval` on SmolLM2-135M-Instruct in bfloat16. Results are kept in the folder, so that an
-interrupted run can continue.
+Each process is a run of `kvpass eval` on SmolLM2-135M-Instruct in bfloat16 for a group of policies, which share the
+predictions with the full cache. Results are kept in the folder, so that an interrupted run can continue.
 
 - **Agreement**: the beginning of four books (`benchmarks.books`), 2,048 tokens each, teacher-forced in chunks of 32.
 - **Retrieval**: tasks after RULER in 1,024 tokens, with the question in the prompt, or in a separate turn after the
@@ -35,6 +35,8 @@ SHARES = (0.5, 0.25, 0.125, 0.0625)
 FORMATS: tuple[KVDtype | None, ...] = (None, "int8", "int4")
 QUESTIONS = ("inside", "after")
 TASKS = ("single", "multikey")
+GROUPS = 4
+"""Groups of policies of each format and question, so that two processes at a time end at about the same time."""
 COMMANDS = {"calibration": "calibrate", "gates": "gates"}
 """Options of policies that read a file for the model, and the kvpass command that makes the file."""
 KL, PERPLEXITY = "KL, nats", "perplexity / full"
@@ -51,25 +53,23 @@ class Job:
     """Cases of `kvpass eval` that run in one process.
 
     Attributes:
-        policy: policy with options, as `kvpass.policies.parse` reads them.
+        policies: policies with options, as `kvpass.policies.parse` reads them.
+        group: the number of this group of policies.
         kv_dtype: storage format of rows.
         question: how the retrieval tasks ask; "" for agreement.
     """
 
-    policy: str
+    policies: tuple[str, ...]
+    group: int
     kv_dtype: KVDtype | None
     question: str = ""
 
-    @property
-    def name(self) -> str:
-        return self.policy.partition(":")[0]
-
     def folder(self, out: Path) -> Path:
-        return out / "evidence" / f"{self.name}-{self.kv_dtype or 'bfloat16'}{self.question and '-' + self.question}"
+        return out / "evidence" / f"{self.kv_dtype or 'bfloat16'}{self.question and '-' + self.question}-{self.group}"
 
     def arguments(self, out: Path, quick: bool) -> list[str]:
         """Return the arguments of the command line."""
-        model = ["--model", checkpoint.NAME, "--dtype", "bfloat16", "--threads", "1", "--policy", self.policy]
+        model = ["--model", checkpoint.NAME, "--dtype", "bfloat16", "--threads", "1", "--policy", *self.policies]
         stored = ["--kv-dtype", self.kv_dtype] if self.kv_dtype else []
         text = ["--text", *map(str, books.paths())]
         return ["eval", *model, *stored, *text, *(self._retrieval(quick) if self.question else self._agreement(quick)),
@@ -92,9 +92,10 @@ def jobs(out: Path) -> list[Job]:
     `benchmarks.align` measures policies with a network that is trained for the model.
     """
     every = [_with_file(name, out) for name in policies.names() if not takes_aligner(name)]
-    compared = [Job(policy, kind) for kind in FORMATS for policy in every]
-    return [*compared[: len(every)], *(Job(policy, None, question) for question in QUESTIONS for policy in every),
-            *compared[len(every) :]]  # fmt: skip
+    groups = [(tuple(every[first::GROUPS]), first) for first in range(GROUPS)]
+    compared = [Job(*group, kind) for kind in FORMATS for group in groups]
+    asked = [Job(*group, None, question) for question in QUESTIONS for group in groups]
+    return [*compared[:GROUPS], *asked, *compared[GROUPS:]]
 
 
 def _with_file(name: str, out: Path) -> str:
@@ -116,13 +117,14 @@ def measure(settings: Settings) -> list[Row]:
             apart.kvpass([command, str(checkpoint.folder()), "--dtype", "bfloat16", "--out", str(file)])
     todo = jobs(settings.out)
     apart.kvpass_each([job.arguments(settings.out, settings.quick) for job in todo], "evidence")
-    return [row for job in todo for row in _rows(job, settings.out)]
+    rows = [row for job in todo for row in _rows(job, settings.out)]
+    return sorted(rows, key=lambda row: row["policy"])
 
 
 def _rows(job: Job, out: Path) -> Iterator[Row]:
     for result in Results(job.folder(out)).entries:
         yield {
-            "policy": job.name,
+            "policy": result.key["policy"].partition(":")[0],
             "kv_dtype": job.kv_dtype or "bfloat16",
             "measure": result.key["measure"],
             "question": job.question,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import tarfile
 from pathlib import Path
@@ -25,9 +26,12 @@ def no_books(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_books")
 def test_every_policy_has_a_job_that_the_command_line_takes(tmp_path: Path) -> None:
     jobs = evidence.jobs(tmp_path)
-    agreements = {job.name for job in jobs if not job.question}
-    assert agreements | {"kv_align"} == set(policies.names())
-    assert len(jobs) == len(agreements) * (len(evidence.FORMATS) + len(evidence.QUESTIONS))
+    kinds = itertools.product(evidence.FORMATS, ("", *evidence.QUESTIONS))
+    for kv_dtype, question in (kind for kind in kinds if kind[0] is None or not kind[1]):
+        of_kind = [job for job in jobs if (job.kv_dtype, job.question) == (kv_dtype, question)]
+        names = [text.partition(":")[0] for job in of_kind for text in job.policies]
+        assert sorted([*names, "kv_align"]) == sorted(policies.names())
+    assert len(jobs) == evidence.GROUPS * (len(evidence.FORMATS) + len(evidence.QUESTIONS))
     assert len({job.folder(tmp_path) for job in jobs}) == len(jobs)
     for job in jobs:
         found = settings_of(cli.parser().parse_args(job.arguments(tmp_path, quick=False)))
