@@ -14,7 +14,7 @@ as many tokens in bfloat16.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -37,6 +37,9 @@ QUESTIONS = ("inside", "after")
 TASKS = ("single", "multikey")
 GROUPS = 4
 """Groups of policies of each format and question, so that two processes at a time end at about the same time."""
+AGREEMENT = ("--measure", "agreement", "--documents", "4", "--rows", "4", "--prefill", "chunk", "--chunk", "32",
+             "--inner", "eager")  # fmt: skip
+"""How agreement is measured, as arguments of `kvpass eval`."""
 COMMANDS = {"calibration": "calibrate", "gates": "gates"}
 """Options of policies that read a file for the model, and the kvpass command that makes the file."""
 KL, PERPLEXITY = "KL, nats", "perplexity / full"
@@ -77,8 +80,7 @@ class Job:
 
     def _agreement(self, quick: bool) -> list[str]:
         tokens = "768" if quick else "2048"
-        return ["--measure", "agreement", "--bytes", *map(str, SHARES), "--tokens", tokens, "--documents", "4",
-                "--rows", "4", "--prefill", "chunk", "--chunk", "32", "--inner", "eager"]  # fmt: skip
+        return [*AGREEMENT, "--bytes", *map(str, SHARES), "--tokens", tokens]
 
     def _retrieval(self, quick: bool) -> list[str]:
         trials = "2" if quick else "12"
@@ -129,11 +131,12 @@ def _rows(job: Job, out: Path) -> Iterator[Row]:
             "measure": result.key["measure"],
             "question": job.question,
             "share": result.key["budget"],
-            **_values(result),
+            **values_of(result),
         }
 
 
-def _values(result: Result) -> Row:
+def values_of(result: Result) -> Row:
+    """Return the columns of a case, or the reason why there are none."""
     return {"error": result.error} if result.error else dict(result.columns)
 
 
@@ -152,24 +155,30 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 def _by_share(rows: Sequence[Row], kind: str, names: Sequence[str]) -> Iterator[Row]:
     """Yield a line for each policy, with a column for each name and share."""
-    lines: dict[str, Row] = {}
-    for row in (row for row in rows if row["kv_dtype"] == kind):
-        line, shown = lines.setdefault(row["policy"], {}), _shown(row)
-        for share in SHARES if row["share"] is None else (row["share"],):
-            line |= {f"{name}, {100 * share:g} %": shown.get(name) for name in names}
-    titles = [f"{name}, {100 * share:g} %" for name in names for share in SHARES]
-    for policy, line in lines.items():
+    of_kind = [row for row in rows if row["kv_dtype"] == kind]
+    return by_limit(of_kind, "share", {share: f"{100 * share:g} %" for share in SHARES}, names)
+
+
+def by_limit(rows: Sequence[Row], limit: str, labels: Mapping[float, str], names: Sequence[str]) -> Iterator[Row]:
+    """Yield a line for each policy, with a column for each name and value of `limit`, which is None for all values."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        line, shown = found.setdefault(row["policy"], {}), _shown(row, evicts=row[limit] is not None)
+        for label in labels.values() if row[limit] is None else (labels[row[limit]],):
+            line |= {f"{name}, {label}": shown.get(name) for name in names}
+    titles = [f"{name}, {label}" for name in names for label in labels.values()]
+    for policy, line in found.items():
         yield {"policy": policy, **{title: line.get(title) for title in titles}}
 
 
-def _shown(row: Row) -> Row:
+def _shown(row: Row, evicts: bool) -> Row:
     """Return the shown cells of a case; without evictions, agreement is that before an eviction."""
     if "error" in row:
         return dict.fromkeys(("KL", "same", PERPLEXITY, "slots"), NO_BUDGET if NO_BUDGET in row["error"] else "refused")
-    if row["share"] is None or KL not in row:
+    if not evicts or KL not in row:
         return {"KL": row["KL, before"], "same": row["same, before"], "slots": row.get("slots")}
     perplexity = row["perplexity"] / row["full perplexity"]
-    return {"KL": row[KL], "same": row[SAME], PERPLEXITY: perplexity, "slots": row["slots"]}
+    return {"KL": row[KL], "same": row[SAME], PERPLEXITY: perplexity, "slots": row.get("slots")}
 
 
 def _answers(rows: Sequence[Row]) -> Iterator[Row]:

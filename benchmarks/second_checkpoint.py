@@ -22,11 +22,10 @@ import transformers
 from filelock import FileLock
 
 from benchmarks import apart, books
-from benchmarks.evidence import KL, PERPLEXITY
+from benchmarks.evidence import AGREEMENT, PERPLEXITY, by_limit, values_of
 from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass.apps import checkpoint
-from kvpass.apps.evaluation.agreement import SAME
 from kvpass.apps.evaluation.settings import Results
 
 TITLE = "A second checkpoint"
@@ -82,8 +81,7 @@ def arguments(name: str, settings: Settings) -> list[str]:
     budgets = [] if name == "full" else ["--budget", *map(str, BUDGETS)]
     text = ["--text", *map(str, books.paths()), "--tokens", "512" if settings.quick else "2048"]
     return ["eval", "--model", str(folder()), "--dtype", "bfloat16", "--threads", "1", "--policy", name, *budgets,
-            *text, "--measure", "agreement", "--documents", "4", "--rows", "4", "--prefill", "chunk", "--chunk", "32",
-            "--inner", "eager", "--out", str(_out(name, settings.out))]  # fmt: skip
+            *text, *AGREEMENT, "--out", str(_out(name, settings.out))]  # fmt: skip
 
 
 def _out(name: str, out: Path) -> Path:
@@ -98,26 +96,12 @@ def measure(settings: Settings) -> list[Row]:
 
 def _rows(name: str, out: Path) -> Iterator[Row]:
     for result in Results(_out(name, out)).entries:
-        values = {"error": result.error} if result.error else dict(result.columns)
-        yield {"policy": name, "budget": result.key["budget"], **values}
+        yield {"policy": name, "budget": result.key["budget"], **values_of(result)}
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Return a line for each policy; without evictions, agreement is that before an eviction."""
-    lines: dict[str, Row] = {}
-    for row in rows:
-        line = lines.setdefault(row["policy"], {"policy": row["policy"]})
-        for budget in BUDGETS if row["budget"] is None else (row["budget"],):
-            line |= {f"{name}, {budget}": value for name, value in _shown(row).items()}
     caption = (
         f"KL(full || policy) in nats, equal first choices and perplexity on {NAME}, by slots of each layer, bfloat16"
     )
-    return [Table(caption, list(lines.values()))]
-
-
-def _shown(row: Row) -> Row:
-    if "error" in row:
-        return dict.fromkeys(("KL", "same", PERPLEXITY), "refused")
-    if KL not in row:
-        return {"KL": row["KL, before"], "same": row["same, before"], PERPLEXITY: None}
-    return {"KL": row[KL], "same": row[SAME], PERPLEXITY: row["perplexity"] / row["full perplexity"]}
+    labels = {budget: str(budget) for budget in BUDGETS}
+    return [Table(caption, list(by_limit(rows, "budget", labels, ("KL", "same", PERPLEXITY))))]
