@@ -20,3 +20,12 @@ class Window(Policy):
 
     def score(self, tokens: Tokens) -> Tensor:
         return tokens.position
+
+
+def policy_beside_window(policy: Policy, budget: int, window: int | None) -> Policy:
+    """Return the policy of a layer that stores its last `window` tokens: `Window` if these fit into the budget.
+
+    Args:
+        window: the number of tokens, None for a layer that stores all.
+    """
+    return policy if window is None or (policy.evicts and budget < window) else Window()

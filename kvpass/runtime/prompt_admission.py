@@ -20,7 +20,7 @@ from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, by_rows
 from kvpass.policies.types import Attention
-from kvpass.policies.window import Window
+from kvpass.policies.window import policy_beside_window
 from kvpass.runtime import model_identity
 from kvpass.runtime.backend_base import BackendBase
 from kvpass.runtime.kv_store import pinned_headroom
@@ -213,7 +213,4 @@ class PendingPrompt:
 
 def _with_window_policy(layer: PromptLayer, budget: int) -> PromptLayer:
     """Return the layer, with the policy `Window` if the layer's own window fits into the budget."""
-    window = layer.site.window
-    if window is None or (layer.policy.evicts and budget < window):
-        return layer
-    return dataclasses.replace(layer, policy=Window())
+    return dataclasses.replace(layer, policy=policy_beside_window(layer.policy, budget, layer.site.window))

@@ -17,7 +17,7 @@ from kvpass.cache.slots import empty_slots
 from kvpass.errors import BudgetError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
-from kvpass.policies.window import Window
+from kvpass.policies.window import policy_beside_window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,9 @@ class CacheLayer:
 
         A layer whose own window fits into the budget keeps that window, under any policy.
         """
-        if self.window is not None and budget >= self.window:
-            policy, budget = Window(), self.window
+        policy = policy_beside_window(policy, budget, self.window)
+        if self.window is not None:
+            budget = min(budget, self.window)
         layout = Layout(
             policy=policy,
             budget=budget,
