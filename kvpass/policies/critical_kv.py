@@ -67,5 +67,5 @@ def output_norms(value: Tensor, output: Tensor | None) -> Tensor:
         return value.float().abs().sum(-1)
     output = output.float()
     elements_of_token = len(value) * output[0, ..., 0, :].numel()
-    blocks = torch.split(value.float(), max(1, BLOCK_ELEMENTS // elements_of_token), 2)
-    return torch.cat([(block[:, :, None] @ output).abs().sum(-1).mean(2) for block in blocks], -1)
+    blocks = torch.split(value, max(1, BLOCK_ELEMENTS // elements_of_token), 2)
+    return torch.cat([(block.float()[:, :, None] @ output).abs().sum(-1).mean(2) for block in blocks], -1)
